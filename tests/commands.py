@@ -2,7 +2,7 @@
 
 A warm process is forked, by multiprocessing's server, from one that has only imported the modules of commands. It has
 its own memory, descriptors, session and signals, and can be killed. It saves the seconds of importing torch and
-transformers.
+transformers. All processes of pytest-xdist share a server.
 On a machine with a GPU every start is cold, because CUDA does not survive a fork.
 """
 
@@ -16,17 +16,32 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-_IMPORTED: Final = [f"zinfer.{name}" for name in ("cli", "jobs.job", "jobs.summary", "store.writing", "store.progress")]
+_COMMANDS: Final = [f"zinfer.{name}" for name in ("cli", "jobs.job", "jobs.summary", "store.writing", "store.progress")]
+_TESTS: Final = ["hypothesis", "pytest"]  # of the functions that ranks run
 Preparation = tuple[Callable[..., None], tuple[Any, ...]]
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # for the server: of ranks, each wait that is over is a warning
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(_IMPORTED)
+context.set_forkserver_preload([*_COMMANDS, *_TESTS])
+
+
+def share_server() -> str:
+    """Start the server; returns its address, for `use_server` in other processes, which this one outlives."""
+    _forkserver.ensure_running()
+    return str(_forkserver._forkserver_address)
+
+
+def use_server(address: str) -> None:
+    """Let another process's server fork for this one, which starts none."""
+    _forkserver._forkserver_address = address
+    _forkserver._forkserver_alive_fd = os.pipe()[1]  # handed to what is forked, which hands it on
+    _forkserver.ensure_running = lambda: None
 
 
 class Forked:

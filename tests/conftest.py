@@ -5,10 +5,10 @@ import os
 import signal
 import threading
 from collections.abc import Generator, Sequence
-from operator import itemgetter
 from typing import Any, Final
 from zlib import crc32
 
+import commands
 import pytest
 import torch
 from hypothesis import settings
@@ -26,22 +26,19 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-START_COMMANDS: Final = (
-    "test_bench_kill.py",
-    "test_cli_kill.py",
-    "test_corruptions.py",
-    "test_faults_jobs.py",
-    "test_hosts.py",
-    "test_lost_streams.py",
-    "test_packed_cache_processes.py",
-    "test_quantize_cli.py",
+FIRST: Final = (
+    "test_tensor_parallel.py",
     "test_ranks_jobs.py",
-    "test_serve.py",
+    "test_pipeline_llm.py",
+    "test_lockstep.py",
+    "test_mesh.py",
+    "test_ranks.py",
+    "test_cli_kill.py",
     "test_serve_batches.py",
     "test_serve_processes.py",
-    "test_spill_file.py",
+    "test_serve.py",
 )
-"""Files that fork commands: they stay in one process, whose server imports torch and transformers once."""
+"""Files that take long, and wait for processes now and then: what begins last is short."""
 
 # A loaded machine is slow at times; that is no fault of the property.
 settings.register_profile("zinfer", deadline=None)
@@ -89,16 +86,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``: as xdist does, but with the files that fork commands as one."""
-    from xdist.scheduler import LoadFileScheduling
+def pytest_configure_node(node: Any) -> None:
+    """Let the processes of xdist share this one's server of commands and ranks."""
+    node.workerinput["server"] = commands.share_server()
 
-    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return "commands" if file.endswith(START_COMMANDS) else file
 
-    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+def pytest_configure(config: pytest.Config) -> None:
+    if (given := getattr(config, "workerinput", None)) is not None:
+        commands.use_server(given["server"])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -129,25 +124,29 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Cases of tests marked ``sampled(n)`` that only ``--all`` runs: all but about one in n, at least one stays.
+    """Cases of tests marked ``sampled(n)`` that only ``--all`` runs: all but one in n, at least one stays.
 
     Their names decide, so that every run takes the same ones, and neighbours differ in all parameters.
     """
-    groups: dict[str, list[tuple[int, pytest.Item]]] = {}
+    groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is not None and not item.get_closest_marker("gpu"):
-            name = item.nodeid.partition("[")[0]
-            groups.setdefault(name, []).append((crc32(item.nodeid.encode()) % mark.args[0], item))
-    return {item for cases in groups.values() for rest, item in cases if rest != min(cases, key=itemgetter(0))[0]}
+        if item.get_closest_marker("sampled") is not None and not item.get_closest_marker("gpu"):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    out: set[pytest.Item] = set()
+    for cases in groups.values():
+        (share,) = cases[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        cases.sort(key=lambda item: crc32(item.nodeid.encode()))
+        out.update(cases[max(len(cases) // share, 1) :])
+    return out
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests out unless asked for; skip the `gpu` tests without a CUDA device, each saying so."""
+    """Leave slow tests out unless asked for, order files, and skip the `gpu` tests without a CUDA device."""
     if not config.getoption("--all"):
         out = left_out(items) | {item for item in items if is_slow(item)}
         config.hook.pytest_deselected(items=[item for item in items if item in out])
         items[:] = [item for item in items if item not in out]
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
     if torch.cuda.is_available():
         return
     for item in items:
