@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_bench import GPT_OSS, LLAMA, MIXTRAL, check_refused, folder_of, zinfer_bench
@@ -55,6 +56,7 @@ def request_for(model: str, *rivals: str) -> BenchRequest:
     return BenchRequest(model=model, rows=2, prompt_len=4, new_tokens=2, device="cpu", compare=rivals)
 
 
+@pytest.mark.slow
 def test_both_rivals_complete_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_deepspeed(STAND_IN, tmp_path, monkeypatch)
     found = run_bench(request_for(folder_of(LLAMA, tmp_path), "accelerate", "deepspeed"))
@@ -76,17 +78,30 @@ def test_a_written_checkpoint_is_a_whole_model(config: dict[str, object], tmp_pa
     assert not folder.exists()
 
 
-def test_a_rival_that_fails_or_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in_for_deepspeed(FAILING, tmp_path, monkeypatch)
-    monkeypatch.setattr(comparison, "is_installed", lambda name: name == "deepspeed")
-    options = ("--rows", "1", "--prompt-len", "4", "--new-tokens", "1", "--compare", "accelerate,deepspeed")
+def compared(*rivals: str, tmp_path: Path) -> tuple[list[dict[str, Any]], str]:
+    """What the command says of rivals: as JSON, and in all."""
+    options = ("--rows", "1", "--prompt-len", "4", "--new-tokens", "1", "--compare", ",".join(rivals))
     found = zinfer_bench("--model", folder_of(LLAMA, tmp_path), *options)
     assert found.exit_code == 0, found.output
-    accelerate, deepspeed = json.loads(found.stdout.splitlines()[-1])["compared"]
-    assert accelerate["failure"] == "not installed"
+    return json.loads(found.stdout.splitlines()[-1])["compared"], found.stdout
+
+
+def test_a_rival_that_fails_is_said_beside_one_that_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_deepspeed(FAILING, tmp_path, monkeypatch)
+    (accelerate, deepspeed), _ = compared("accelerate", "deepspeed", tmp_path=tmp_path)
+    assert accelerate["failure"] == ""
+    assert accelerate["tokens_per_s"] > 0
     assert deepspeed["failure"] == "exit code 1: RuntimeError: this machine has no compiler"
-    assert accelerate["tokens_per_s"] == deepspeed["tokens_per_s"] == 0
-    assert "no figures: not installed" in found.stdout
+    assert deepspeed["tokens_per_s"] == 0
+
+
+def test_a_rival_that_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "is_installed", lambda name: False)
+    several, said = compared("accelerate", "deepspeed", tmp_path=tmp_path)
+    for each in several:
+        assert each["failure"] == "not installed"
+        assert each["tokens_per_s"] == 0
+    assert "no figures: not installed" in said
 
 
 def test_a_checkpoint_without_room_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

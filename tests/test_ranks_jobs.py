@@ -91,7 +91,7 @@ def test_ranks_without_rows_end_with_the_others(folder: Path, num_rows: int) -> 
     assert f"{num_rows} rows before this run" in job.run(2) or not num_rows
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_other_and_the_job_resumes(
     folder: Path, whole: tuple[list[bytes], str], rank: int
 ) -> None:
@@ -210,19 +210,28 @@ def test_encoders_and_padded_batches_share_their_rows(
     assert len(jobs[0].rows()) == 12
 
 
-def test_the_launcher_starts_ranks_and_speaks_for_them(folder: Path, whole: tuple[list[bytes], str]) -> None:
-    rows, _ = whole
-    job = Job(folder, "launched.jsonl", "--batch-size", "4", "--ranks", "2")
-    launcher = start(job.words, folder, warm=True)
+def interrupted(job: Job) -> None:
+    """Ctrl-C of a launcher whose ranks are at work."""
+    launcher = start(job.words, job.folder, warm=True)
     job.wait_for_rows([launcher], 0)
     ranks = psutil.Process(launcher.pid).children(recursive=True)
     launcher.send_signal(signal.SIGINT)
     [(code, _, said)] = ended([launcher])
     assert code == 130, said
-    assert said.count("SIGINT: stopped. The rows in launched.jsonl are kept; run the same command again") == 1
+    assert said.count(f"SIGINT: stopped. The rows in {job.output.name} are kept; run the same command again") == 1
     assert "Traceback" not in said
     assert len(ranks) >= 2
     assert not any(rank.is_running() for rank in ranks)
+
+
+@pytest.mark.parametrize("begins_anew", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_launcher_starts_ranks_and_speaks_for_them(
+    folder: Path, whole: tuple[list[bytes], str], begins_anew: bool
+) -> None:
+    rows, _ = whole
+    job = Job(folder, f"launched-{begins_anew}.jsonl", "--batch-size", "4", "--ranks", "2")
+    if not begins_anew:
+        interrupted(job)
     launcher = start(job.words, folder, warm=True)
     [(code, out, said)] = ended([launcher])
     assert code == 3, said
