@@ -129,6 +129,7 @@ def test_parts_are_as_large_as_a_card_has_room_for(tmp_path: Path) -> None:
     assert sizes[-2:] == [8192, 16_384]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("free_gb", [8, 12, 24, 48, 80])
 @pytest.mark.parametrize("device", [None, "cpu", "nvme"])
 def test_pages_in_host_memory_fit_beside_weights_whatever_the_card(

@@ -42,7 +42,7 @@ def tight(model: OddModel, num_slots: int, device: str) -> dict[str, Any]:
     return {"max_device_memory": num_slots * largest + always, "num_slots": num_slots, "device": device}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_slots", [3, 4])
 @pytest.mark.parametrize("synchronous", [False, True])
@@ -86,7 +86,7 @@ def test_two_slots_are_enough_for_a_block_within_another(device: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("homes", ["host", "disk"])
 @pytest.mark.parametrize("num_slots", [2, 3, 4])
 @pytest.mark.parametrize(

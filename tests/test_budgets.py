@@ -41,6 +41,7 @@ def needed_bytes(message: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_slots", [None, 1, 2, 3, 4])
 @pytest.mark.parametrize("device", [None, "cpu", "nvme"])
 def test_the_least_device_memory_is_named_and_enough(

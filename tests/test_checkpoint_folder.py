@@ -126,6 +126,7 @@ def test_a_name_that_is_not_cached(cache: Path) -> None:
     assert "zinfer does not download, run `hf download org/absent` first" in message
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME"])
 def test_the_environment_says_where_the_cache_is(tmp_path: Path, variable: str) -> None:
     cache = tmp_path / "place" / ("hub" if variable == "HF_HOME" else "")

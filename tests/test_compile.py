@@ -17,7 +17,7 @@ __all__ = ["stand_in"]  # a fixture
 NEW = 12
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("home", ["none", "nvme"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "falcon"])
 def test_tokens_are_those_of_transformers(family: str, home: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import zinfer
 __all__ = ["eager", "engine", "folder"]  # fixtures
 
 
+@pytest.mark.sampled(2)
 def test_two_threads_at_once_both_get_their_own_answers(engine: zinfer.InferenceEngine, eager: PreTrainedModel) -> None:
     prompts = [torch.tensor([prompt]) for prompt in random_prompts(4, seed=31)]
     expected = [greedy(eager, input_ids=ids, max_new_tokens=8) for ids in prompts]
@@ -63,6 +64,7 @@ class Strike:
         return strike
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", ["disk", "host"])
 @pytest.mark.parametrize("of_a_part", [False, True])
 def test_ctrl_c_strikes_between_blocks(

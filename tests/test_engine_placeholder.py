@@ -35,6 +35,7 @@ def test_a_streamed_parameter_is_meta_between_uses(folder: Path) -> None:
         assert shapes["model.layers.0.mlp.up_proj.weight"] == (128, 64)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", ["host", "disk", "mixed"])
 @pytest.mark.parametrize("num_slots", [2, 3])
 def test_a_modules_state_has_the_weights(folder: Path, homes: str, num_slots: int) -> None:

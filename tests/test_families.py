@@ -87,6 +87,7 @@ def check_rounding(case: Case, engine: zinfer.InferenceEngine) -> None:
         assert error <= 8 * own_error + 1e-5, name
 
 
+@pytest.mark.sampled(2)
 def test_outputs_and_texts_from_disk(case: Case, streamed: zinfer.InferenceEngine) -> None:
     assert type(streamed.module).__name__ == type(case.model).__name__
     stats = streamed.stats()

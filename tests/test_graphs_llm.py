@@ -67,6 +67,7 @@ def test_families(family: str, tmp_path: Path, open_llm: Callable[..., LLM], dev
             assert (llm.graphs.captured, llm.graphs.replayed) == (1, 2 * (NUM_NEW - 1) - 1), llm.graphs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_codes_and_drawn_tokens(
     folder: Path, prompts: list[list[int]], open_llm: Callable[..., LLM], device: str, dtype: str

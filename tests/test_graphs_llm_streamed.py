@@ -78,7 +78,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.usefixtures("lends_nothing")
 @pytest.mark.parametrize(("homes", "num_slots", "extra"), CASES)
 def test_logits_are_those_of_resident_weights(
@@ -107,6 +107,7 @@ def test_logits_are_those_of_resident_weights(
     assert (resident.pieces, streaming.pieces) == (1, 6 + num_slots * 5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("lends_nothing")
 @pytest.mark.parametrize(("homes", "num_slots"), [("host", 3), ("disk", 2)])
 def test_bytes_moved_are_those_of_pythons_launches(

@@ -126,6 +126,7 @@ def test_kernels_that_begin_early(folder: Path, ids: torch.Tensor, homes: str, n
         assert engine.graphs.replayed > 3 * NEW
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("homes", "num_slots"), [("host", 3), ("disk", 2), ("mixed", 3)])
 def test_bytes_moved_are_those_of_pythons_launches(
     folder: Path, ids: torch.Tensor, device: str, homes: str, num_slots: int

@@ -23,7 +23,7 @@ __all__ = ["alone", "folder", "prompts"]  # fixtures
 PARAMS = SamplingParams(max_new_tokens=NUM_NEW)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device failed")])
 @pytest.mark.parametrize("name", ["expect", "fetch_layer", "release_layer", "_fetch"])
 @pytest.mark.parametrize("num_good", [0, 3, 11])

@@ -24,7 +24,7 @@ def hosted(folder: Path, device: str = "cpu", *, home: str = "none", **options: 
     return LLM(folder, config, device=device, kv_cache_tier="host", **options)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("home", ["none", "nvme"])
 @pytest.mark.parametrize("synchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ def test_the_bytes_of_one_text_are_those_of_its_pages(folder: Path, device: str)
         assert llm.stats().kv_bytes_to_host - stats.kv_bytes_to_host == page_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_codes_are_those_of_pages_on_the_device(
     folder: Path, prompts: list[list[int]], device: str, kv_cache_dtype: str

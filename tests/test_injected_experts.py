@@ -44,7 +44,7 @@ def injected(folder: Path, config: dict[str, object], device: str = "cuda", **op
         engine.destroy()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_are_multiplied_in_groups_wherever_they_live(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)

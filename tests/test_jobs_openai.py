@@ -48,6 +48,7 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", WAYS)
 def test_a_chat_row_becomes_a_chat_completion(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     before = int(time.time())
@@ -73,6 +74,7 @@ def test_a_chat_row_becomes_a_chat_completion(model: Path, tmp_path: Path, optio
     assert list(row) == ["id", "custom_id", "response", "error"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", WAYS)
 def test_answers_are_those_of_the_same_rows_in_the_jobs_own_form(
     model: Path, tmp_path: Path, options: dict[str, Any]
@@ -169,6 +171,7 @@ def test_without_a_temperature_a_row_draws_at_1_and_by_its_id(model: Path, tmp_p
     assert texts["e"] == found["own -1"]["text"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", WAYS)
 def test_log_probabilities_have_their_shapes(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     rows: list[dict[str, Any]] = [
@@ -208,7 +211,7 @@ def test_log_probabilities_have_their_shapes(model: Path, tmp_path: Path, option
     assert choices["text 0"]["logprobs"]["top_logprobs"] == only
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("num_kept", [0, 1, 13, 27, 40])
 def test_a_mixed_job_that_was_cut_writes_the_same_bytes(

@@ -104,7 +104,7 @@ def test_every_form(kernel_device: str, format: QuantFormat | None, dtype: torch
         assert_right(grouped_linear_kernel(x, weight, groups, bias, TILES), x, weight, groups, bias)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("format", FRAGMENTS, ids=str)

@@ -142,7 +142,7 @@ MIXED = AttentionCase(((1, 100), (1, 7), (1, 301), (19, 160), (2, 2)), 6, 2, 64,
 SHORT_SPLITS = DecodeTiles(16, 64, 4, 2)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("window", [None, 70], ids=["all", "window"])
 @pytest.mark.parametrize("pages_dtype", [None, torch.int8], ids=str)
@@ -182,6 +182,7 @@ def test_splits_grow_with_a_long_segment(kernel_device: str) -> None:
     assert_right(out, call)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [None, 21], ids=["all", "window"])
 def test_chunks_of_a_prompt_get_what_the_whole_prompt_gets(kernel_device: str, window: int | None) -> None:
     torch.manual_seed(0)

@@ -50,7 +50,7 @@ def assert_right(
     assert worst <= 1, f"{worst} times the allowed error"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("format", FUSED, ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -109,6 +109,7 @@ def test_every_byte(kernel_device: str, format: QuantFormat, dtype: torch.dtype)
     assert torch.equal(fused_linear(unit, matrix).T, dequantize_ref(matrix))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("format", [QuantFormat(8), QuantFormat(4, 32, symmetric=False)], ids=str)
 def test_the_same_arguments_give_the_same_bits(kernel_device: str, format: QuantFormat) -> None:
     torch.manual_seed(0)

@@ -23,7 +23,7 @@ NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
 __all__ = ["alone", "folder", "llm", "prompts"]  # fixtures
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("home", ["none", "nvme"])
 @pytest.mark.parametrize(("tokens_per_pass", "num_pages", "page_size"), SIZES)
 def test_greedy_tokens_are_those_alone(

@@ -54,6 +54,7 @@ def test_groups_of_ranks_write_each_row_once(folder: Path) -> None:
     assert said["ranks"] == f"4, 2 to each pass: {', '.join(map(str, passes))} passes"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model_type", "class_name", "options"),
     [("bert", "BertModel", {"task": "embed"}), ("t5", "T5ForConditionalGeneration", {})],
@@ -76,9 +77,7 @@ def test_encoders_and_padded_batches_are_computed_together(
     assert third == fourth > 0
 
 
-@pytest.mark.parametrize(
-    "lost", [3, 2, pytest.param(1, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("lost", [3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (2, 1, 0))])
 def test_a_killed_rank_of_any_group_ends_all(folder: Path, lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("test_ranks_jobs.start", partial(start, prepare=(keep_step, (2,))))
     job = Job(folder, f"killed-{lost}.jsonl", "--batch-size", "4")

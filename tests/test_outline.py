@@ -84,6 +84,7 @@ def test_a_folder_comes_before_a_published_model(tmp_path: Path, monkeypatch: py
     assert len(read_outline("opt-30b").layers) == SMALL_LLAMA["num_hidden_layers"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_large_models_have_their_published_number_of_parameters(name: str, tmp_path: Path) -> None:
     outline = read_outline(write_config(tmp_path, CONFIGS[name]))

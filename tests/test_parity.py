@@ -45,7 +45,7 @@ def reference(folder: Path, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         return model.generate(**inputs, max_new_tokens=NUM_NEW_TOKENS, do_sample=False), model(**inputs).logits
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize("num_slots", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_tokens_and_logits_equal_transformers(
@@ -83,7 +83,7 @@ def test_the_synchronous_twin_gives_the_same_bits(
         assert all(torch.equal(engine(**batch).logits, logits) for logits in overlapped)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("homes", ["disk", "mixed"])
 def test_a_row_of_a_padded_batch_equals_the_prompt_alone(folder: Path, homes: str, device: str) -> None:
     prompts = random_prompts(4, seed=5)

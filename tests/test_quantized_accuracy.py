@@ -39,6 +39,7 @@ def full_score() -> int:
     return score
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("section", "least_share"),
     [

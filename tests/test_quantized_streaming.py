@@ -77,7 +77,7 @@ def rounded(folder: Path, format: QuantFormat, device: str) -> PreTrainedModel:
     return model.to(device)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_and_logits_are_those_of_the_rounded_weights(
     folder: Path, batch: dict[str, torch.Tensor], name: str, device: str
@@ -94,7 +94,7 @@ def test_text_and_logits_are_those_of_the_rounded_weights(
         assert torch.equal(engine.generate(**batch, max_new_tokens=NUM_NEW_TOKENS, do_sample=False), tokens)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", FORMATS)
 def test_streamed_equals_resident_to_the_bit(
     folder: Path, batch: dict[str, torch.Tensor], name: str, device: str

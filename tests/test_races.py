@@ -28,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return cache(lambda num: tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_layers=num, tie=False))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("streamed", STREAMED)
 @pytest.mark.parametrize("resident", [False, True], ids=["all streamed", "partly resident"])
 @given(

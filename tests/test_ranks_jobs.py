@@ -191,6 +191,7 @@ def test_an_error_of_another_rank_is_told_once_by_rank_0(folder: Path, what: str
     assert "Traceback" not in said[0][2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model_type", "class_name", "options"),
     [("bert", "BertModel", ["--task", "embed"]), ("t5", "T5ForConditionalGeneration", [])],

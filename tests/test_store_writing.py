@@ -45,6 +45,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     return contents(output)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(1, NUM_BLOCKS + 4))
 def test_a_start_ends_in_the_same_bytes_wherever_it_stopped(
     model: Path, whole: dict[str, bytes], tmp_path: Path, number: int
