@@ -95,11 +95,11 @@ def long_input(path: Path) -> Path:
     [
         pytest.param(lambda data: data.replace(b"abc", b"xyz"), False, marks=pytest.mark.slow),
         (lambda data: data.replace(b"abc", b"xyz"), True),
-        (lambda data: data.replace(b"tail", b"TAIL"), True),
+        pytest.param(lambda data: data.replace(b"tail", b"TAIL"), True, marks=pytest.mark.slow),
         pytest.param(lambda data: data[:200_000], False, marks=pytest.mark.slow),
         (lambda data: data[:200_000], True),
         (lambda data: data + b'{"id": "more", "prompt": "a"}\n', False),
-        (lambda data: b"\n" + data, False),
+        pytest.param(lambda data: b"\n" + data, False, marks=pytest.mark.slow),
     ],
 )
 def test_an_input_that_changes_under_way_stops_the_job(

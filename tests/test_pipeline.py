@@ -104,6 +104,7 @@ def test_stages_compute_the_logits_of_one_process(folders: dict[str, Path]) -> N
     check_stages(folders, CASES, 2)
 
 
+@pytest.mark.slow
 def test_four_stages_compute_the_logits_of_one_process(folders: dict[str, Path]) -> None:
     check_stages(folders, [CASES[0], ("gpt2", "cpu", None)], 4)
 
