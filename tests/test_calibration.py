@@ -133,6 +133,7 @@ def test_a_model_with_outliers_loses_less(model: Path, prompts: Path, tmp_path: 
     assert math.prod(ratios) ** (1 / len(ratios)) < 0.9
 
 
+@pytest.mark.sampled(2)
 def test_homes_agree_to_the_bit(store: Path, device: str) -> None:
     assert all(format["scales_columns"] for format in formats_of(store))
     resident = logits(store, "none", device)
@@ -140,6 +141,7 @@ def test_homes_agree_to_the_bit(store: Path, device: str) -> None:
         assert torch.equal(logits(store, offload, device), resident)
 
 
+@pytest.mark.sampled(2)
 def test_what_goes_on_rounds_alike_and_measures_once(model: Path, prompts: Path, store: Path, tmp_path: Path) -> None:
     output, counts = tmp_path / "store", list[int]()
     for number in (2, 3):
@@ -189,6 +191,7 @@ def test_other_prompts_are_another_store(model: Path, prompts: Path, store: Path
         write_store(model, output, settings_of(**SECTION), calibration=calibration(model, prompts))
 
 
+@pytest.mark.sampled(2)
 def test_the_command(model: Path, prompts: Path, store: Path, tmp_path: Path) -> None:
     made = ("quantize", "--model", str(model), "--output", str(tmp_path / "made"), "--bits", "4", "--group-size", "32")
 

@@ -24,7 +24,7 @@ class Command:
         self.output = folder / output
 
     def start(self, limit_bytes: int | None = None, *, warm: bool = True) -> Process:
-        options = ["--input", "in.jsonl", "--output", self.output.name, "--config", "ds.json", "--batch-size", "8"]
+        options = ["--input", "in.jsonl", "--output", self.output.name, "--config", "ds.json", "--batch-size", "16"]
         command = ["run", "--model", "model", *options, "--device", self.device]
         return start(command, self.folder, warm=warm, limit_bytes=limit_bytes)
 

@@ -51,7 +51,7 @@ def tiny_t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
 
 
-@pytest.mark.parametrize("pre_load_checkpoint", [True, False])
+@pytest.mark.parametrize("pre_load_checkpoint", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_initializing_for_inference(pre_load_checkpoint: bool, bloom: Path, tmp_path: Path) -> None:
     """The tutorial's first example, with one GPU."""
     files = [str(path) for path in bloom.glob("*.safetensors")]
