@@ -31,15 +31,17 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([*_COMMANDS, *_TESTS])
 
 
-def share_server() -> str:
-    """Start the server; returns its address, for `use_server` in other processes, which this one outlives."""
+def share_server() -> dict[str, Any]:
+    """Start the server; returns how other processes reach it by `use_server`. This one outlives them."""
     _forkserver.ensure_running()
-    return str(_forkserver._forkserver_address)
+    names = ("_forkserver_address", "_forkserver_authkey")  # the latter from Python 3.14 on
+    return {name: getattr(_forkserver, name) for name in names if hasattr(_forkserver, name)}
 
 
-def use_server(address: str) -> None:
+def use_server(reached: Mapping[str, Any]) -> None:
     """Let another process's server fork for this one, which starts none."""
-    _forkserver._forkserver_address = address
+    for name, value in reached.items():
+        setattr(_forkserver, name, value)
     _forkserver._forkserver_alive_fd = os.pipe()[1]  # handed to what is forked, which hands it on
     _forkserver.ensure_running = lambda: None
 
