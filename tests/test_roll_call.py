@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from threading import Barrier
@@ -19,7 +19,7 @@ from zinfer.errors import ConfigError, RankError
 from zinfer.ranks.environment import RankEnvironment
 from zinfer.ranks.roll_call import Roll, RollCall
 from zinfer.ranks.roll_member import RollMember
-from zinfer.ranks.sockets import connect, send
+from zinfer.ranks.sockets import connect, receive, reserve_port, send
 
 SIZE = 3
 LONG_S = 60.0
@@ -197,6 +197,16 @@ def test_a_port_in_use_is_an_error_or_the_next_is_taken() -> None:
         assert all(isinstance(each, Roll) for each in joined(first, *others))
 
 
+def test_a_reserved_port_is_for_rank_0_alone() -> None:
+    with reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+            other.bind(("127.0.0.1", port))
+        first = RollCall(rank_of(0, port), LONG_S)
+        assert RollMember(rank_of(1, port), LONG_S).wait_found(LONG_S)
+        assert first.port == port
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -237,6 +247,13 @@ def test_ranks_on_the_host_of_rank_0_learn_the_address_that_others_reach() -> No
     assert [each.find_address(rolls[0]) for each in (first, *others)] == [address] * SIZE
 
 
+def answer_to(port: int, rank: int) -> dict[str, Any]:
+    """What rank 0 answers to a process that calls as a rank, and leaves."""
+    with closing(connect("127.0.0.1", port)) as connection:
+        send(connection, job="job", rank=rank, host="first")
+        return receive(connection)
+
+
 def test_other_jobs_and_second_processes_of_a_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.ranks.roll_member._LEAST_S", 0.5)
     first = RollCall(rank_of(0, 0), LONG_S)
@@ -248,6 +265,8 @@ def test_other_jobs_and_second_processes_of_a_rank_are_refused(monkeypatch: pyte
             RollMember(own, 0.0).join()
     there = RollMember(rank_of(1, first.port), LONG_S)
     assert there.wait_found(LONG_S)
+    while "refused" not in answer_to(first.port, rank=1):  # rank 0 has not read yet that it is there
+        time.sleep(0.01)
     with pytest.raises(RankError, match="rank 1 is there already, on first"):
         RollMember(rank_of(1, first.port), 0.0).join()
 
