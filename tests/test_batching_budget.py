@@ -32,6 +32,7 @@ def placed(outline: Outline, preset: str | Machine, **config: Any) -> tuple[Batc
     return budget, make_plan(blocks, outline.layers, limits, settings), free_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_beside_weights_that_stream_pages_take_nearly_all(name: str, tmp_path: Path) -> None:
     outline = outline_of(write_config(tmp_path, CONFIGS[name]))

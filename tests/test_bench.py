@@ -88,6 +88,7 @@ def zinfer_bench(*options: str) -> Result:
     return CliRunner().invoke(app, ["bench", "--device", "cpu", *options])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("config", "weights", "experts"),
     [

@@ -66,6 +66,7 @@ def test_the_least_device_memory_is_named_and_enough(
         assert engine.stats().device_bytes <= needed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_slots", [None, 1, 3])
 @pytest.mark.parametrize("device", [None, "cpu", "nvme"])
 def test_the_least_host_memory_is_named_and_enough(

@@ -68,6 +68,7 @@ def seen_by_transformers(folder: Path) -> dict[str, torch.Tensor]:
     return {name: torch.cat(parts).square().mean(0) for name, parts in inputs.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 def test_it_sees_what_the_layers_see(model: Path, prompts: Path, offload: str, device: str) -> None:
     config = {

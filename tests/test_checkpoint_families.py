@@ -13,6 +13,7 @@ from zinfer.checkpoint import Checkpoint
 MAX_NEW_TOKENS = 24
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tie", [None, True, False])
 def test_greedy_texts_are_full_length_and_varied(family: str, tie: bool | None) -> None:

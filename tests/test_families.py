@@ -170,6 +170,7 @@ def test_t5_in_float16_keeps_what_overflows_wide(tmp_path: Path) -> None:
         torch.testing.assert_close(engine(**inputs).logits, wanted, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "class_name",
     [

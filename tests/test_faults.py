@@ -210,6 +210,7 @@ def test_a_device_that_fails_while_loading(
         assert torch.equal(logits_of(engine), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", ["resident", *STREAMED])
 @pytest.mark.parametrize("num_good", [0, 1])
 def test_a_device_without_room_for_slots(
@@ -253,6 +254,7 @@ def test_a_host_without_room(
         assert torch.equal(logits_of(engine), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("source", "step"), [(DiskSource, "load"), (DiskSource, "send"), (HostSource, "send")])
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "lane"), MemoryError(), Death()], ids=repr)
 def test_a_failure_in_a_lane(

@@ -147,6 +147,7 @@ def test_masks_may_hold_infinities_and_what_lies_beside_them_may_not() -> None:
 PAIRS = {"bart": "BartForConditionalGeneration", "t5": "T5ForConditionalGeneration"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "weight", "named"),
     [

@@ -178,6 +178,7 @@ def write_quantized_experts(folder: Path, method: str, model: PreTrainedModel, g
     return full
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("make", "group_size"), [(tiny_mixtral, 32), (tiny_qwen3_moe, 64)], ids=["mixtral", "qwen3"])
 @pytest.mark.parametrize("method", [method for method in METHODS if "order" not in method])
 def test_experts_quantized_one_by_one(

@@ -222,6 +222,7 @@ def say_nothing(self: object) -> None:
     raise NotImplementedError
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("part", "fails", "reason"),
     [

@@ -68,6 +68,7 @@ def test_experts_are_multiplied_in_groups_wherever_they_live(family: str, tmp_pa
         assert (nbytes[homes, True] > 0) == (homes != "resident")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_experts_by_the_kernel(family: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family).to(kernel_device)

@@ -34,6 +34,7 @@ def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids).logits
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_computes_as_before(family: str, device: str) -> None:
     model = tiny_model(family).to(device)
@@ -49,6 +50,7 @@ def test_a_family_computes_as_before(family: str, device: str) -> None:
     assert torch.equal(logits(model, ids), wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "qwen3", "deepseek_v3"])
 def test_ragged_tokens_are_those_of_each_prompt_alone(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)

@@ -57,6 +57,7 @@ def ids_of(text: str) -> torch.Tensor:
     return torch.tensor([letters_tokenizer()(text).input_ids])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize(
     ("model_type", "class_name"),
@@ -156,6 +157,7 @@ def test_where_nothing_can_be_set_aside_for_passes_it_is_said(tmp_path: Path, mo
     assert "weights may take too much: no width" in " ".join(result.stderr.split())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [{}, {"check_finite": True}], ids=["unasked", "asked"])
 @pytest.mark.parametrize(
     ("model_type", "class_name", "task"),

@@ -87,6 +87,7 @@ def groups_of(counts: list[int], share: int, device: str) -> Groups:
     return Groups.of(experts.to(device), len(counts))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize(
     ("format", "dtype"),
@@ -149,6 +150,7 @@ def test_which_pairs_each_read_their_matrix(monkeypatch: pytest.MonkeyPatch, mix
     assert calls == ["chosen_linear"] + 3 * ["grouped_linear_kernel"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("format", WORDS, ids=str)

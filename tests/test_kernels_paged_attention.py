@@ -90,6 +90,7 @@ def only(call: AttentionCall, rows: list[int], num_decodes: int | None = None) -
     return AttentionCall(query, call.pages, part, call.rule)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_each_kind_of_layer(kernel_device: str, case: AttentionCase) -> None:

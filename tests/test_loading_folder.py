@@ -52,6 +52,7 @@ def with_odd_header(source: Path, target: Path, remainder: int) -> Path:
     return target
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("remainder", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_data_at_odd_offsets(

@@ -31,6 +31,7 @@ def sizes(outline: Outline) -> list[tuple[str, int, int, int, bool]]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_alone_gives_the_blocks_of_the_checkpoint(family: str, tie: bool, tmp_path: Path) -> None:

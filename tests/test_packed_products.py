@@ -85,6 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", HOMES)
 def test_weights_move_as_many_bytes_as_apart(folder: Path, homes: str) -> None:
     found = {}

@@ -156,6 +156,7 @@ def test_a_full_disk_leaves_a_start(
     assert contents(tmp_path / "store") == whole
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_late_copies_and_slow_writes_change_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, seed: int
