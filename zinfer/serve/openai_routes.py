@@ -110,6 +110,17 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 def _described(kind: type[Body]) -> dict[str, Any]:
     """Describe a body in the OpenAPI schema: it is read by hand, so that errors name field and remedy."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    schema = kind.model_json_schema()
+    whole = _inlined(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """Return a schema with the definitions that it refers to in their places."""
+    if isinstance(schema, list):
+        return [_inlined(each, definitions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inlined(each, definitions) for name, each in schema.items()}
