@@ -35,6 +35,7 @@ FIRST: Final = (
     "test_ranks.py",
     "test_cli_kill.py",
     "test_serve_batches.py",
+    "test_mii.py",
     "test_serve_processes.py",
     "test_serve.py",
 )

@@ -39,7 +39,7 @@ class Call:
     async def whole(self) -> dict[str, Any]:
         """Complete all prompts, and return the answer. Errors are those of `Service.complete`."""
         async with self.service.admitted(self.several), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._completions(each)) for each in self.several]
+            tasks = [group.create_task(self.service.completions(each)) for each in self.several]
         found = [task.result() for task in tasks]
         choices: list[dict[str, Any]] = []
         for encoded, echo, completions in zip(self.several, self.echoes, found, strict=True):
@@ -69,11 +69,6 @@ class Call:
         if self.includes_usage:
             yield _event({**frame, "choices": [], "usage": self._usage(num_new)})
         yield format_sse_event(data_str="[DONE]")
-
-    async def _completions(self, encoded: Encoded) -> list[Completion]:
-        async with aclosing(self.service.complete(encoded)) as deltas:
-            found = [delta.completion async for delta in deltas if delta.completion is not None]
-        return sorted(found, key=lambda each: each.sample_index)
 
     def _whole_choice(self, encoded: Encoded, echo: str, completion: Completion, index: int) -> dict[str, Any]:
         skips_special = encoded.params.skip_special_tokens

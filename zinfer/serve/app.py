@@ -13,6 +13,7 @@ from zinfer.serve.batches import Batches
 from zinfer.serve.errors import handle_errors
 from zinfer.serve.file_store import FileStore
 from zinfer.serve.guard import Guard
+from zinfer.serve.mii_routes import mii_routes
 from zinfer.serve.openai_routes import openai_routes
 from zinfer.serve.operation_routes import operation_routes
 from zinfer.serve.service import Service
@@ -53,6 +54,7 @@ def make_app(
     app = FastAPI(title="zinfer", version=__version__, lifespan=lifespan, root_path=root_path)
     app.include_router(openai_routes(service))
     app.include_router(operation_routes(service))
+    app.include_router(mii_routes(service))
     if folder is not None:
         files = FileStore(folder / "files")
         batches = Batches(folder / "batches", service, files)

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 from zinfer.errors import ConfigError
 from zinfer.requests.completion import Completion, CompletionDelta
+from zinfer.requests.length_limits import LengthLimits, Limit
 from zinfer.requests.openai_choice import OpenAIChoices
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
@@ -88,6 +89,11 @@ class Service:
         self._thread.shutdown()
         if self._encoder is not None:
             self._encoder.close()
+
+    @property
+    def length_limits(self) -> LengthLimits:
+        """What the context and the KV cache hold of one sequence."""
+        return LengthLimits(total=Limit(self._most_tokens, "the context and the KV cache"))
 
     @property
     def is_ready(self) -> bool:
@@ -193,6 +199,11 @@ class Service:
                     if has_begun or all(each.ready is None for each in self.replicas):
                         raise
 
+    async def completions(self, encoded: Encoded) -> list[Completion]:
+        """Return the completions of a prompt, in order. Errors are those of `complete`."""
+        async with aclosing(self.complete(encoded)) as deltas:
+            return await _whole(deltas)
+
     async def complete_in_background(self, encoded: Encoded) -> list[Completion]:
         """Return the completions of a prompt that gives way to all others; it waits for a replica that is ready.
 
@@ -204,8 +215,7 @@ class Service:
                 replica = choose(self.replicas)
                 deltas = replica.complete(encoded.prompt_ids, encoded.params, is_background=True)
                 async with aclosing(deltas):
-                    found = [delta.completion async for delta in deltas if delta.completion is not None]
-                return sorted(found, key=lambda each: each.sample_index)
+                    return await _whole(deltas)
             except ReplicaGone:
                 await asyncio.sleep(_AGAIN_S)
 
@@ -236,3 +246,8 @@ class Service:
             most = num_left if default_new is None else min(default_new, num_left)
             filled = replace(filled, max_new_tokens=max(1, most))
         return Encoded(token_ids, filled)
+
+
+async def _whole(deltas: AsyncGenerator[CompletionDelta, None]) -> list[Completion]:
+    found = [delta.completion async for delta in deltas if delta.completion is not None]
+    return sorted(found, key=lambda each: each.sample_index)

@@ -1,0 +1,148 @@
+"""DeepSpeed-MII's API: the examples of its README run unchanged but for the import and the model."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import psutil
+import pytest
+from jobs_support import letters_model
+
+import zinfer.mii as mii
+from zinfer import LLM, SamplingParams
+from zinfer.errors import ConfigError
+from zinfer.requests.length_limits import LengthLimits
+from zinfer.requests.mii_params import MIIParams
+
+PROMPTS = ["DeepSpeed is", "Seattle is"]
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(letters_model(tmp_path_factory.mktemp("models") / "letters"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: str) -> list[tuple[str, int, int, str]]:
+    with LLM(model, device="cpu") as llm:
+        found = llm.generate(PROMPTS, SamplingParams(max_new_tokens=12))
+    return [(each.text, len(PROMPTS[at]), len(each.token_ids), each.finish_reason) for at, each in enumerate(found)]
+
+
+def shown(responses: list[mii.Response]) -> list[tuple[str, int, int, str]]:
+    return [(each.generated_text, each.prompt_length, each.generated_length, each.finish_reason) for each in responses]
+
+
+def test_a_pipeline(model: str, alone: list[tuple[str, int, int, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = mii.pipeline(model, device="cpu")
+    response = pipe(PROMPTS, **GREEDY)
+    print(response)
+    assert capsys.readouterr().out == f"[{alone[0][0]}, {alone[1][0]}]\n"
+    assert shown(response) == alone
+    (whole,) = pipe(PROMPTS[0], **GREEDY, return_full_text=True)
+    assert whole.generated_text == PROMPTS[0] + alone[0][0]
+    assert pipe([]) == []
+    assert pipe(PROMPTS[0], max_length=20, ignore_eos=True)[0].generated_length == 8
+    for keywords, words in (
+        ({"max_tokens": 3}, "unknown field 'max_tokens'"),
+        ({"max_length": 5}, "max_length is 5, but the prompt has 12 tokens"),
+        ({"stream": True}, "stream: a pipeline returns whole texts"),
+        ({"top_p": 2.0}, "top_p must be"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            pipe(PROMPTS, **keywords)
+    pipe.destroy()
+
+
+def test_keywords_that_cannot_be_used(model: str) -> None:
+    for keywords, words in (
+        ({"tensor_paralel": 2}, "unknown keyword 'tensor_paralel'; did you mean 'tensor_parallel'"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be a whole number"),
+        ({"quantization_mode": "wf6af16"}, "quantization_mode is not supported; state"),
+        ({"config": {"zero_optimisation": {}}}, "zero_optimisation"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            mii.pipeline(model, **keywords)
+    with pytest.raises(ConfigError, match="model_name_or_path is missing"):
+        mii.pipeline()
+    with pytest.raises(ConfigError, match="deployment_name must be of letters"):
+        mii.client("..")
+
+
+def test_defaults_are_those_of_mii() -> None:
+    params = MIIParams.read({})
+    sampling = params.within(params.sampling, 24, LengthLimits())
+    assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (1.0, 0.9, 1000)
+    assert MIIParams.read({"do_sample": False, "stop": "a"}).sampling == SamplingParams(stop=("a",))
+
+
+def test_a_batching_engine(model: str, alone: list[tuple[str, int, int, str]]) -> None:
+    async def ask() -> list[mii.Response]:
+        async with mii.BatchingEngine(model, max_batch_size=4, max_wait_ms=50, device="cpu") as engine:
+            return await asyncio.gather(*(engine.generate(each, **GREEDY) for each in PROMPTS * 8))
+
+    assert shown(asyncio.run(ask())) == alone * 8
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Of deployments; none of them outlives a test."""
+    monkeypatch.setenv("ZINFER_MII", str(tmp_path / "mii"))
+    yield tmp_path / "mii"
+    for process in psutil.process_iter(["cmdline"]):
+        if str(tmp_path / "mii") in " ".join(process.info["cmdline"] or []):
+            process.send_signal(signal.SIGKILL)
+
+
+def test_a_deployment(model: str, alone: list[tuple[str, int, int, str]], folder: Path, unused_tcp_port: int) -> None:
+    client = mii.serve(
+        model,
+        deployment_name="letters-deployment",
+        device="cpu",
+        enable_restful_api=True,
+        restful_api_port=unused_tcp_port,
+    )
+    assert shown(client.generate(PROMPTS, **GREEDY)) == alone
+    other = mii.client("letters-deployment")
+    parts: list[mii.Response] = []
+    other.generate(PROMPTS[0], streaming_fn=parts.extend, **GREEDY)
+    assert "".join(each.generated_text for each in parts) == alone[0][0]
+    assert (parts[0].finish_reason, shown(parts)[-1][2:]) == ("none", alone[0][2:])
+    url = f"http://localhost:{unused_tcp_port}"
+    body = {"prompts": PROMPTS, "max_length": 24, "do_sample": False}
+    found = httpx.post(f"{url}/mii/letters-deployment", json=body).json()
+    assert [each["generated_length"] for each in found] == [12, 14]
+    assert all(each["generated_text"].startswith(text) for each, (text, *_) in zip(found, alone, strict=True))
+    one = httpx.post(f"{url}/generate", json={"prompt": PROMPTS[0], "max_length": 24, "do_sample": False})
+    assert one.json() == {"generated_text": alone[0][0]}
+    for keywords, words in (({"max_length": 5}, "max_length is 5"), ({"beams": 2}, "unknown field 'beams'")):
+        with pytest.raises(ConfigError, match=words):
+            client.generate(PROMPTS, **keywords)
+    with pytest.raises(ConfigError, match="a deployment 'letters-deployment' runs already"):
+        mii.serve(model, deployment_name="letters-deployment", device="cpu")
+    server = psutil.Process(client.deployment.pid)
+    processes = [server, *server.children(recursive=True)]
+    other.terminate_server()
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+    assert list(folder.iterdir()) == []
+    with pytest.raises(ConfigError, match="no deployment 'letters-deployment' runs"):
+        mii.client("letters-deployment")
+
+
+def test_a_deployment_that_does_not_start_says_why(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"the deployment 'nowhere' did not start: .*is not a folder"):
+        mii.serve(str(tmp_path / "nowhere"), device="cpu")
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        port: int = one.getsockname()[1]
+    return port

@@ -1,0 +1,117 @@
+"""DeepSpeed-MII's REST API: `POST /mii/{deployment}`, and `POST /generate` for a single prompt."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.sse import format_sse_event
+
+from zinfer.requests.json_object import check_unicode, read_object
+from zinfer.requests.mii_params import MIIParams
+from zinfer.serve.disconnect import unless_disconnected
+from zinfer.serve.errors import ApiError
+from zinfer.serve.service import Encoded, Service
+
+
+def mii_routes(service: Service) -> APIRouter:
+    """Return the routes over a service."""
+    router = APIRouter()
+
+    @router.post("/mii/{deployment}")
+    async def generate(deployment: str, request: Request) -> Response:
+        service.check_model(deployment)
+        body = await _read(request)
+        prompts = _prompts(body.pop("prompts", None))
+        params = MIIParams.read(body)
+        several = await _encode(service, prompts, params)
+        if not params.stream:
+            return JSONResponse(await unless_disconnected(request, _whole(service, prompts, several, params)))
+        if len(prompts) != 1:
+            raise ApiError(400, f"stream takes one prompt, not {len(prompts)}", param="prompts")
+        parts = _parts(service, several[0])
+        first = await anext(parts)
+
+        async def stream() -> AsyncGenerator[bytes, None]:
+            async with aclosing(parts):
+                yield first
+                async for part in parts:
+                    yield part
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    @router.post("/generate")
+    async def one(request: Request) -> Response:
+        body = await _read(request)
+        prompts = _prompts(body.pop("prompt", None))[:1]
+        params = MIIParams.read(body)
+        several = await _encode(service, prompts, params)
+        (found,) = await unless_disconnected(request, _whole(service, prompts, several, params))
+        return JSONResponse({"generated_text": found["generated_text"]})
+
+    return router
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    record = read_object(await request.body(), "the body")
+    check_unicode(record)
+    return record
+
+
+def _prompts(value: object) -> list[str]:
+    prompts = [value] if isinstance(value, str) else value
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(each, str) for each in prompts):
+        raise ApiError(400, "prompts must be a text, or a list of texts, one at least", param="prompts")
+    return prompts
+
+
+async def _encode(service: Service, prompts: list[str], params: MIIParams) -> list[Encoded]:
+    sampling = replace(params.sampling, max_new_tokens=1)
+    several = await service.encode(prompts, sampling)
+    return [
+        replace(each, params=params.within(each.params, len(each.prompt_ids), service.length_limits))
+        for each in several
+    ]
+
+
+async def _whole(
+    service: Service, prompts: list[str], several: list[Encoded], params: MIIParams
+) -> list[dict[str, Any]]:
+    async with service.admitted(several), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(service.completions(each)) for each in several]
+    return [
+        {
+            "generated_text": prompt + completion.text if params.return_full_text else completion.text,
+            "prompt_length": len(encoded.prompt_ids),
+            "generated_length": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+        }
+        for prompt, encoded, task in zip(prompts, several, tasks, strict=True)
+        for completion in task.result()
+    ]
+
+
+async def _parts(service: Service, encoded: Encoded) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream; an error after the first of them is an event too, one before is raised."""
+    num_new, has_begun = 0, False
+    try:
+        async with service.admitted([encoded]), aclosing(service.complete(encoded)) as deltas:
+            async for delta in deltas:
+                num_new += len(delta.token_ids)
+                reason = "none" if delta.completion is None else delta.completion.finish_reason
+                part = {
+                    "generated_text": delta.text,
+                    "prompt_length": len(encoded.prompt_ids),
+                    "generated_length": num_new,
+                    "finish_reason": reason,
+                }
+                has_begun = True
+                yield format_sse_event(data_str=json.dumps([part]))
+    except Exception as error:
+        if not has_begun:
+            raise
+        yield format_sse_event(data_str=json.dumps(ApiError.of(error).body))
