@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from zinfer.checkpoint import Checkpoint
 from zinfer.errors import CheckpointError
 from zinfer.kernels.dequantize import dequantize_ref
-from zinfer.kernels.quantize import quantize
+from zinfer.kernels.quantize import quantize_into
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.model.sharding.cut import Cut
 from zinfer.model.sharding.matrices import CutMatrix, cut_matrix
@@ -108,9 +108,10 @@ NATIVE = {
 def test_a_part_of_a_store_has_the_values_of_the_whole(tmp_path: Path, name: str) -> None:
     format, cuts = NATIVE[name]
     rows, columns = (256, 512) if format.in_fragments else (ROWS, COLUMNS)
-    matrix = quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(6)), format)
+    matrix = QuantizedMatrix.empty(format, rows, columns, torch.float32, torch.device("cpu"))
     if matrix.column_scales is not None:
         matrix.column_scales.copy_(torch.rand(columns, generator=torch.Generator().manual_seed(7)) + 0.5)
+    quantize_into(matrix, torch.randn(rows, columns, generator=torch.Generator().manual_seed(6)))
     parts = {part: getattr(matrix, part) for part in format.part_shapes(rows, columns)}
     tensors = {f"{PARAMETER}.{part}": value for part, value in parts.items()}
     save_file(tensors, tmp_path / "model.safetensors")

@@ -225,7 +225,7 @@ def interrupted(job: Job) -> None:
     assert not any(rank.is_running() for rank in ranks)
 
 
-@pytest.mark.parametrize("begins_anew", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("begins_anew", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_launcher_starts_ranks_and_speaks_for_them(
     folder: Path, whole: tuple[list[bytes], str], begins_anew: bool
 ) -> None:
