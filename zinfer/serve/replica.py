@@ -122,7 +122,10 @@ class Replica:
     async def _run(self, first: "asyncio.Future[None]") -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
-            reason = await self._run_once(first)
+            try:
+                reason = await self._run_once(first)
+            except OSError as error:
+                reason = JobError(f"replica {self.index} cannot be started: {error}")
             if not first.done():
                 first.set_exception(reason)
                 return
