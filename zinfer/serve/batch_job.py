@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
+from zinfer.errors import ConfigError
 from zinfer.jobs.index import RowIndex, scan_input
 from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.openai_response import OpenAIResponses
@@ -160,5 +161,5 @@ def _put(done: "SimpleQueue[_Done]", ordinal: int, prompt: Prompt, result: "Futu
 def _answer(result: "Future[list[Completion]]") -> list[Completion]:
     try:
         return result.result()
-    except RequestFailed as error:
+    except (ConfigError, RequestFailed) as error:
         return [Completion.failed(0, 0, str(error))]

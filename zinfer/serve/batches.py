@@ -146,11 +146,12 @@ class Batches:
                     == (batch.request_counts["total"])
                 )
                 self._set(batch, "finalizing" if is_whole else "expired")
-            self._finalize(batch, rows)
+            await self._finalize(batch, rows)
             if batch.status != "expired":
                 self._set(batch, "cancelled" if batch.status == "cancelling" else "completed")
-        except (UnusableInput, JobError, ApiError, OSError) as error:
-            log.warning("batch %s failed: %s", batch.id, error)
+        except Exception as error:  # the batch tells it, and the next one begins
+            is_known = isinstance(error, UnusableInput | JobError | ApiError | OSError)
+            log.warning("batch %s failed: %s", batch.id, error, exc_info=None if is_known else error)
             problem = {"code": "invalid_batch", "message": str(error), "param": None, "line": None}
             batch.errors = {"object": "list", "data": [problem]}
             self._set(batch, "failed")
@@ -172,19 +173,11 @@ class Batches:
             assert self._job is not None
             self.get(self._job[0])
 
-    def _finalize(self, batch: Batch, rows: Path) -> None:
+    async def _finalize(self, batch: Batch, rows: Path) -> None:
         """Make the output's and the errors' files of the rows."""
         if not rows.exists():
             return
-        parts = {False: rows.with_suffix(".output"), True: rows.with_suffix(".errors")}
-        with rows.open("rb") as source, parts[False].open("wb") as output, parts[True].open("wb") as errors:
-            for line in source:
-                (output if b'"response":{"status_code":200,' in line else errors).write(line)
-        for is_error, part in parts.items():
-            if not part.stat().st_size:
-                part.unlink()
-                continue
-            kind = "error" if is_error else "output"
+        for kind, part in (await asyncio.to_thread(_divide, rows)).items():
             name = f"file-{batch.id.removeprefix('batch_')}-{kind}"  # the same if this is done again
             self._files.adopt(part, name, f"{batch.id}_{kind}.jsonl", "batch_output")
             setattr(batch, f"{kind}_file_id", name)
@@ -202,3 +195,12 @@ class Batches:
     def _keep(self, batch: Batch) -> None:
         self._batches[batch.id] = batch
         replace_file(self._folder / f"{batch.id}.json", batch.model_dump_json())
+
+
+def _divide(rows: Path) -> dict[str, Path]:
+    """Write the rows that have answers, and those that have errors, to files of their own; empty ones are left out."""
+    parts = {kind: rows.with_suffix(f".{kind}") for kind in ("output", "error")}
+    with rows.open("rb") as source, parts["output"].open("wb") as output, parts["error"].open("wb") as errors:
+        for line in source:
+            (output if b'"response":{"status_code":200,' in line else errors).write(line)
+    return {kind: part for kind, part in parts.items() if part.stat().st_size}
