@@ -5,12 +5,10 @@ from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import APIRouter, Form, Query, Request, UploadFile
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from zinfer.errors import ConfigError
-from zinfer.requests.field_errors import field_error
-from zinfer.requests.json_object import check_unicode, read_object
 from zinfer.serve.batches import Batch, Batches
+from zinfer.serve.body import read_model
 from zinfer.serve.errors import ApiError
 from zinfer.serve.file_store import FileStore, StoredFile
 
@@ -68,12 +66,7 @@ def batch_routes(batches: Batches) -> APIRouter:
 
     @router.post("")
     async def create(request: Request) -> Batch:
-        record = read_object(await request.body(), "the body")
-        check_unicode(record)
-        try:
-            body = _BatchBody.model_validate(record)
-        except ValidationError as error:
-            raise ConfigError(field_error(error, _BatchBody)) from None
+        body = await read_model(request, _BatchBody)
         return batches.create(body.input_file_id, body.endpoint, body.completion_window, body.metadata)
 
     @router.get("")

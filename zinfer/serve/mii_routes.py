@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.sse import format_sse_event
 
-from zinfer.requests.json_object import check_unicode, read_object
 from zinfer.requests.mii_params import MIIParams
+from zinfer.serve.body import read_record
 from zinfer.serve.disconnect import unless_disconnected
 from zinfer.serve.errors import ApiError
 from zinfer.serve.service import Encoded, Service
@@ -25,7 +25,7 @@ def mii_routes(service: Service) -> APIRouter:
     @router.post("/mii/{deployment}")
     async def generate(deployment: str, request: Request) -> Response:
         service.check_model(deployment)
-        body = await _read(request)
+        body = await read_record(request)
         prompts = _prompts(body.pop("prompts", None))
         params = MIIParams.read(body)
         several = await _encode(service, prompts, params)
@@ -46,7 +46,7 @@ def mii_routes(service: Service) -> APIRouter:
 
     @router.post("/generate")
     async def one(request: Request) -> Response:
-        body = await _read(request)
+        body = await read_record(request)
         prompts = _prompts(body.pop("prompt", None))[:1]
         params = MIIParams.read(body)
         several = await _encode(service, prompts, params)
@@ -54,12 +54,6 @@ def mii_routes(service: Service) -> APIRouter:
         return JSONResponse({"generated_text": found["generated_text"]})
 
     return router
-
-
-async def _read(request: Request) -> dict[str, Any]:
-    record = read_object(await request.body(), "the body")
-    check_unicode(record)
-    return record
 
 
 def _prompts(value: object) -> list[str]:

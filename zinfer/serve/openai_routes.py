@@ -2,22 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from zinfer.requests.json_object import check_unicode, read_object
-from zinfer.requests.openai_body import Body, ChatBody, CompletionBody, read_body
+from zinfer.requests.openai_body import Body, ChatBody, CompletionBody
 from zinfer.requests.prompt_encoder import PromptLike, template_variables
 from zinfer.serve.answers import Call
+from zinfer.serve.body import read_model
 from zinfer.serve.disconnect import unless_disconnected
 from zinfer.serve.errors import ApiError
 from zinfer.serve.service import Service
 
 _DEFAULT_NEW: Final = 16
 """OpenAI's default of `max_tokens` for `/v1/completions`; a chat may go on as long as there is room."""
-_AnyBody = TypeVar("_AnyBody", bound=Body)
 
 
 def openai_routes(service: Service) -> APIRouter:
@@ -34,7 +33,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=_described(ChatBody))
     async def chat(request: Request) -> Response:
-        body = await _read(request, ChatBody)
+        body = await read_model(request, ChatBody)
         name = service.check_model(body.model)
         variables = template_variables(body.chat_template_kwargs, body.reasoning_effort)
         several = await service.encode([_messages(body)], body.params(None), variables)
@@ -42,7 +41,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", openapi_extra=_described(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = await _read(request, CompletionBody)
+        body = await read_model(request, CompletionBody)
         name = service.check_model(body.model)
         params = body.params(None)
         if body.echo and params.logprobs is not None:
@@ -54,12 +53,6 @@ def openai_routes(service: Service) -> APIRouter:
         return await _answer(request, body, Call(service, several, echoes, name, False, _wants_usage(body)))
 
     return router
-
-
-async def _read(request: Request, kind: type[_AnyBody]) -> _AnyBody:
-    record = read_object(await request.body(), "the body")
-    check_unicode(record)
-    return read_body(kind, record)
 
 
 async def _answer(request: Request, body: Body, call: Call) -> Response:

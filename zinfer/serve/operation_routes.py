@@ -5,14 +5,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from zinfer import __version__
-from zinfer.errors import ConfigError
-from zinfer.requests.field_errors import field_error
-from zinfer.requests.json_object import read_object
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.serve.body import read_model
 from zinfer.serve.errors import ApiError
 from zinfer.serve.replica import describe
 from zinfer.serve.service import Service
@@ -59,7 +57,7 @@ def operation_routes(service: Service) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
-        body = await _read(request, _Tokenize)
+        body = await read_model(request, _Tokenize)
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give one of 'prompt' and 'messages', and only one")
@@ -70,15 +68,8 @@ def operation_routes(service: Service) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:
-        body = await _read(request, _Detokenize)
+        body = await read_model(request, _Detokenize)
         service.check_model(body.model)
         return {"prompt": await service.decode(body.tokens)}
 
     return router
-
-
-async def _read(request: Request, kind: type[Any]) -> Any:
-    try:
-        return kind.model_validate(read_object(await request.body(), "the body"))
-    except ValidationError as error:
-        raise ConfigError(field_error(error, kind)) from None
