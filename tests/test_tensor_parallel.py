@@ -41,10 +41,10 @@ def computed(rank: int, jobs: list[tuple[Path, dict[str, Any], Tensors]]) -> lis
         try:
             with torch.no_grad():
                 given = forward_inputs(engine.module, inputs)
-                outputs = {name: each.clone() for name, each in outputs_of(engine(**given)).items()}
+                outputs = {name: each.to("cpu", copy=True) for name, each in outputs_of(engine(**given)).items()}
                 tokens = None
                 if engine.module.can_generate():
-                    tokens = engine.generate(**inputs, max_new_tokens=6, do_sample=False)
+                    tokens = engine.generate(**inputs, max_new_tokens=6, do_sample=False).cpu()
             found.append((outputs, tokens, engine.stats()))
         finally:
             engine.destroy()
