@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from store_support import make_store
 from test_foreign_engine import write_quantized
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from zinfer.checkpoint import Checkpoint, JoinedTensor
 from zinfer.config.values import BlockClass
@@ -21,6 +21,7 @@ from zinfer.model.families import FAMILIES
 from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.heads import Heads
+from zinfer.model.sharding.plans import find_plan
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import match_weights
@@ -272,3 +273,23 @@ def test_undo_restores_attributes_and_config() -> None:
         sharding.undo()
         assert type(model.config) is own_class
         assert (model.config.to_dict(), [vars(module).get("num_heads") for module in model.modules()]) == before
+
+
+def test_words_of_older_transformers_for_experts() -> None:
+    """Those of 5.17, where a module of experts was called as if its matrices were divided."""
+    config = MixtralConfig(num_local_experts=4, num_attention_heads=4, num_key_value_heads=2)
+    config.base_model_ep_plan = {
+        "layers.*.mlp.gate": "ep_router",
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    }
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+    plan = find_plan(model, Shard(0, 2, "expert"))
+    assert {path: plan[path] for path in plan if path.startswith("mlp.")} == {
+        "mlp.gate": "replicated",
+        "mlp.experts.gate_up_proj": "grouped_gemm",
+        "mlp.experts.down_proj": "grouped_gemm",
+        "mlp.experts": "ep_dispatch_experts",
+    }

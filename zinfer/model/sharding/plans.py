@@ -46,8 +46,11 @@ EVERYTHING_ELSE: Final = "*"
 _KNOWN: Final = frozenset(
     (COLWISE, ROWWISE, PACKED, EXPERTS, GATHERED, SPLIT, FUSED, GROUPED, PAIRED, PER_HEAD, REPLICATED)
 )
-_KNOWN_OF_EXPERTS: Final = frozenset((DISPATCHED, BY_NUMBER))
-_SAME_AS_REPLICATED: Final = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
+_KNOWN_OF_EXPERTS: Final = frozenset((DISPATCHED, BY_NUMBER, REPLICATED))
+_SAME: Final = MappingProxyType({"replicated_with_grad_allreduce": REPLICATED, "mla_kv_a_proj": REPLICATED})
+"""Other words for the same."""
+_SAME_OF_EXPERTS: Final = MappingProxyType({"ep_router": REPLICATED, EXPERTS: DISPATCHED})
+"""Words of transformers 5.17."""
 
 Plan = Mapping[str, str]
 """Styles by the ends of paths within a layer."""
@@ -222,7 +225,7 @@ def _plan_by_experts(model: nn.Module, text: Any, shard: Shard) -> Plan:
             f"{shard.key} (ep_size): how the experts of a {type(model).__name__} are divided is not known; `zinfer "
             "families` lists the families whose experts can be. Leave the key out: the ranks then share the weights"
         )
-    own = _own_words(text.base_model_ep_plan or {}, _KNOWN_OF_EXPERTS, shard.key)
+    own = _own_words(text.base_model_ep_plan or {}, _KNOWN_OF_EXPERTS, _SAME_OF_EXPERTS, shard.key)
     if is_divided(kind) and can_divide(text, shard.size):
         return {**_plan_by_matrices(model, text, shard.key), **own}
     return {**own, EVERYTHING_ELSE: REPLICATED}
@@ -253,16 +256,16 @@ def plan_of(kind: str, text: Any, key: str = "tensor_parallel.tp_size") -> Plan:
         grouped = GROUPED if text.new_decoder_architecture else COLWISE
         plan["self_attention.query_key_value"] = FUSED if is_fused else grouped
     if kind in _PLANNED:
-        plan = _own_words(text.base_model_tp_plan or {}, _KNOWN, key) | plan
+        plan = _own_words(text.base_model_tp_plan or {}, _KNOWN, _SAME, key) | plan
     return plan
 
 
-def _own_words(stated: Mapping[str, str], known: Container[str], key: str) -> dict[str, str]:
+def _own_words(stated: Mapping[str, str], known: Container[str], same: Mapping[str, str], key: str) -> dict[str, str]:
     """Return transformers' plan, by paths within a layer, without what it says of other modules."""
     plan = {}
     for path, style in stated.items():
         if "*" in path:
-            plan[_LAYER_NUMBER.sub("", path)] = REPLICATED if style in _SAME_AS_REPLICATED else style
+            plan[_LAYER_NUMBER.sub("", path)] = same.get(style, style)
     unknown = sorted({style for style in plan.values() if style not in known})
     if unknown:
         raise ConfigError(
