@@ -5,6 +5,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -242,6 +243,26 @@ def test_a_lost_rank_ends_the_others(
     assert not isinstance(found, Failed)
     said = (tmp_path / f"said-{1 - lost}").read_text()
     assert f"rank {lost}" in said, said
+
+
+def paced(rank: int, folder: Path, num_calls: int) -> tuple[int, int]:
+    """Equal numbers of calls after pauses that differ by rank; returns the bytes gathered, and those of one pass."""
+    engine = zinfer.init_inference(folder, config("cpu"))
+    try:
+        with patch("zinfer.engine.rank_service._GAP_S", 60.0):  # no machine is too slow for the next call
+            for _ in range(num_calls):
+                time.sleep(0.01 + 0.04 * rank)
+                engine(**inputs_of(rank))
+        return engine.stats().gathered_bytes, engine.stats().streamed_bytes_per_pass
+    finally:
+        engine.destroy()
+
+
+def test_passes_stay_in_step_when_calls_have_pauses(llama: Path) -> None:
+    """Once they are: the first may begin while the other rank has not called yet."""
+    num_calls = 8
+    for gathered_bytes, pass_bytes in run_ranks(2, paced, llama, num_calls):
+        assert num_calls <= gathered_bytes / pass_bytes < num_calls + 2
 
 
 def unreadable(rank: int, folder: Path, other: Path) -> None:

@@ -1,15 +1,26 @@
-"""Serves the other ranks while this one computes nothing: they cannot gather a slab without its ranges."""
+"""Serves the other ranks while this one computes nothing: they cannot gather a slab without its ranges.
+
+[Note: in step]
+A rank that served the others while it samples tokens, between two of its own passes, would miss the pass that it is
+about to make with them: it would then wait for the end of theirs, they for the end of its, and every slab would be
+gathered twice. So for a moment after a pass the next turn is left to this rank's own next pass.
+"""
 
 import threading
+import time
 from contextlib import AbstractContextManager
 from typing import Final
 
 import torch
 
+from zinfer.offload.stream import Event
 from zinfer.offload.streamer import Streamer
 from zinfer.ranks.model_ranks import ModelRanks
 
 _POLL_S: Final = 0.25  # how soon the end of all ranks is noticed; blocks are served at once
+_GAP_S: Final = 0.1
+"""Most seconds that a rank needs from the end of a pass on the device to the beginning of the next."""
+_GAP_POLL_S: Final = 1e-3
 
 
 class RankService:
@@ -27,8 +38,13 @@ class RankService:
     ) -> None:
         self._ranks, self._streamer, self._lock, self._device = ranks, streamer, lock, device
         self._closing = False
+        self._last_call: Event | None = None
         self._thread = threading.Thread(target=self._run, name="zinfer-rank-service", daemon=True)
         self._thread.start()
+
+    def note_call(self, end: Event) -> None:
+        """Note that a call of this rank is over on the device after an event; called with the lock."""
+        self._last_call = end
 
     def close(self) -> None:
         """Serve until no rank asks for another block, or one has failed; may be called again. Takes the lock."""
@@ -52,9 +68,23 @@ class RankService:
             self._ranks.fail(failure)
 
     def _serve(self, turn: int, index: int) -> None:
+        while not self._try_serve(turn, index):
+            time.sleep(_GAP_POLL_S)
+
+    def _try_serve(self, turn: int, index: int) -> bool:
+        """Serve a turn unless this rank's own pass may begin with it; returns whether it is taken."""
         with self._lock, torch.no_grad():
             if self._ranks.turn != turn:  # taken by this rank's own pass, or in one
-                return
+                return True
+            if self._pass_may_follow():
+                return False
             taken = self._ranks.take_turn(index, expected=True)
             assert taken == index, f"turn {turn} was block {index} and is now {taken}"
             self._streamer.serve(index)
+            return True
+
+    def _pass_may_follow(self) -> bool:
+        last = self._last_call
+        if last is None or self._closing or self._ranks.failure is not None:
+            return False
+        return not last.is_reached() or time.perf_counter() - last.time_s() < _GAP_S

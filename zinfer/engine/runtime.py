@@ -190,7 +190,10 @@ class Runtime:
         """Note that a call is over; returns the event at which the device is done with it."""
         if self._streamer is not None:
             self._streamer.pause()
-        return self._lanes[Tier.HOST].stream.mark_compute()
+        end = self._lanes[Tier.HOST].stream.mark_compute()
+        if self._service is not None:
+            self._service.note_call(end)
+        return end
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether a block that streams in every pass would fit in this device memory and stay there."""
