@@ -1,0 +1,198 @@
+"""Measures several GPUs of one host against one of them, as a user starts them: `zinfer bench` in fresh processes.
+
+    python benchmarks/ranks.py [--cases links,link-bound,compute-bound,gather,tensor,...] [--ranks 2] [--small]
+                               [--out FILE]
+
+Weights and prompts are random; a model's name with a number has that many layers of its shape. First
+`zinfer probe --ranks` measures the links together, the gathers and the sums.
+
+``copied_over_passes`` is what was copied to the GPUs over the streamed bytes of all passes: 1 if the ranks make each
+pass together. ``links``: few rows, weights in host memory. ``link_share`` is the streamed bytes of all passes in the
+job's seconds over the joint rate of the links, ``host_over_model`` the pinned memory of all ranks over the weights.
+``link-bound``: the KV cache bounds the batch, so twice the GPUs are twice the links and twice the batch.
+``compute-bound``: as many rows as one GPU computes at its full rate. ``gather``: seconds of a pass of 2,048 tokens a
+rank in INT4, gathered from partitioned host memory, over those with the weights whole on each GPU.
+``tensor``: one row, decoded by layers that are divided, over one GPU. ``opt-175b`` and ``llama-405b``: the whole
+models, on all GPUs and, of the second, on one. ``ratio`` is tokens per second of all ranks over those of one.
+
+Each run is a process of its own; the first of a case is made twice, and the second counts, so that compiled kernels are
+on the disk; ``cold_s`` is the first's job. The last line is JSON.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from result import keep, publish
+
+from zinfer.model.known_models import KNOWN_MODELS
+
+_SMALL: Final = {"hidden_size": 128, "ffn_dim": 256, "word_embed_proj_dim": 128, "num_attention_heads": 4}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Options of `zinfer bench`.
+
+    Attributes:
+        model: a published model, with ``:N`` for N layers of it.
+        mode: how the ranks share it, a size of ``zinfer.parallel``.
+        homes: of ``offload_param.device``; None leaves them to the plan.
+        options: keys of the section ``zinfer``.
+    """
+
+    model: str
+    rows: int
+    prompt_len: int
+    new_tokens: int
+    weights: str = "fp16"
+    mode: str = "zero"
+    homes: str | None = "cpu"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_GATHERED: Final = Job("opt-30b:12", 1024, 512, 1, weights="int4", options={"tokens_per_pass": 2048})
+CASES: Final = {
+    "links": Job("opt-30b:12", 16, 32, 96),
+    "link-bound": Job("opt-30b:12", 256, 128, 32, options={"kv_cache_memory": "3.6GB"}),
+    "compute-bound": Job("opt-30b:12", 1024, 512, 32),
+    "gather": _GATHERED,
+    "tensor": Job("llama-3-70b", 1, 64, 256, weights="int8", mode="tensor", homes="none"),
+    "opt-175b": Job("opt-175b", 384, 512, 32, homes=None),
+    "llama-405b": Job("llama-3.1-405b", 512, 512, 32, weights="int4", homes=None),
+}
+_ON_ONE_TOO: Final = ("link-bound", "compute-bound", "tensor", "llama-405b")
+_WHOLE: Final = Job(**{**vars(_GATHERED), "mode": "replicas", "homes": "none"})
+
+
+class Runs:
+    """Runs `zinfer bench`, and `zinfer probe` before.
+
+    Args:
+        folder: for configurations.
+        num_ranks: of the runs on several GPUs.
+        is_small: tiny shapes on the CPU, to try this file.
+    """
+
+    def __init__(self, folder: Path, num_ranks: int, is_small: bool) -> None:
+        self._folder, self._num_ranks, self._is_small = folder, num_ranks, is_small
+
+    def probe(self) -> dict[str, Any]:
+        """Return the rates of the ranks together."""
+        device = "cpu" if self._is_small else "cuda"
+        words = ["probe", "--ranks", str(self._num_ranks), "--device", device, "--path", str(self._folder), "--json"]
+        found: dict[str, Any] = json.loads(self._run(words))["ranks"][-1]
+        return found
+
+    def together(self, job: Job) -> dict[str, Any]:
+        """Run a job on all GPUs."""
+        return self._bench(job, self._num_ranks)
+
+    def alone(self, job: Job) -> dict[str, Any]:
+        """Run a job on one GPU."""
+        return self._bench(job, 1)
+
+    def _bench(self, job: Job, num_ranks: int) -> dict[str, Any]:
+        homes = {} if job.homes is None else {"zero_optimization": {"offload_param": {"device": job.homes}}}
+        parallel = {"parallel": {job.mode: num_ranks}} if num_ranks > 1 else {}
+        config = self._folder / "config.json"
+        config.write_text(json.dumps({**homes, "zinfer": {**job.options, **parallel}}))
+        words = ["bench", "--model", str(self._model(job.model)), "--weights", job.weights, "--config", str(config)]
+        rows = min(job.rows, 8) if self._is_small else job.rows
+        words += ["--rows", str(rows), "--prompt-len", str(job.prompt_len), "--new-tokens", str(job.new_tokens)]
+        words += ["--ranks", str(num_ranks)] if num_ranks > 1 else []
+        words += ["--device", "cpu"] if self._is_small else []
+        begin_s = time.perf_counter()
+        found: dict[str, Any] = json.loads(self._run([*words, "--json"]).splitlines()[-1])
+        return found | {"process_s": time.perf_counter() - begin_s}
+
+    def _model(self, name: str) -> Path | str:
+        known, _, num_layers = name.partition(":")
+        if not num_layers and not self._is_small:
+            return known
+        config = {**KNOWN_MODELS["opt-30b"], **_SMALL} if self._is_small else KNOWN_MODELS[known]
+        folder = self._folder / f"model-{known}"
+        folder.mkdir(exist_ok=True)
+        text = json.dumps({**config, "num_hidden_layers": int(num_layers or 2)})
+        (folder / "config.json").write_text(text)
+        return folder
+
+    @staticmethod
+    def _run(words: list[str]) -> str:
+        print("zinfer", *words, file=sys.stderr, flush=True)
+        return subprocess.run(
+            [sys.executable, "-m", "zinfer", *words], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+
+
+def measure(case: str, runs: Runs, rates: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a case."""
+    job = CASES[case]
+    cold = runs.together(job)
+    found = runs.together(job) if job.homes is not None else cold
+    figures = {"cold_s": cold["seconds"], "together": _shown(found)}
+    if case == "links":
+        figures["link_share"] = _streamed_bytes(found) / found["seconds"] / rates["to_device_bytes_per_s"]
+        figures["host_over_model"] = found["host_bytes"] / sum(found["bytes_by_home"].values())
+    if case == "gather":
+        whole = runs.together(_WHOLE)
+        figures["whole"] = _shown(whole)
+        figures["gathered_over_whole"] = _pass_s(found) / _pass_s(whole)
+    if case in _ON_ONE_TOO:
+        alone = runs.alone(job)
+        figures["alone"] = _shown(alone)
+        figures["ratio"] = found["tokens_per_s"] / alone["tokens_per_s"]
+    return figures
+
+
+def _num_passes(found: Mapping[str, Any]) -> float:
+    """Passes of a rank; those of all are counted together."""
+    return float(found["passes"]) / len(found.get("ranks", "1"))
+
+
+def _pass_s(found: Mapping[str, Any]) -> float:
+    return float(found["seconds"]) / _num_passes(found)
+
+
+def _streamed_bytes(found: Mapping[str, Any]) -> float:
+    """Bytes that all ranks copy in all passes if they make them together."""
+    return float(found["streamed_bytes_per_pass"]) * _num_passes(found)
+
+
+def _shown(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a run: without the parts of each rank."""
+    names = ("rows", "seconds", "predicted_s", "tokens_per_s", "prompt_tokens_per_s", "bottleneck", "start_s")
+    more = ("process_s", "passes", "bytes_by_home", "streamed_bytes_per_pass", "device_bytes", "host_bytes", "stall_s")
+    shown = {name: found[name] for name in (*names, *more)}
+    if streamed_bytes := _streamed_bytes(found):
+        shown["copied_over_passes"] = (found["bytes_to_device"] - found["loaded_bytes"]) / streamed_bytes
+    return shown
+
+
+def main() -> None:
+    """Measure the cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="links,link-bound,compute-bound,gather,tensor")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(Path(folder), args.ranks, args.small)
+        rates = runs.probe()
+        figures: dict[str, Any] = {"benchmark": "ranks", "num_ranks": args.ranks, "rates": rates}
+        for case in args.cases.split(","):
+            figures[case] = measure(case, runs, rates)
+            keep(figures, args.out)
+    publish(figures, args.out)
+
+
+if __name__ == "__main__":
+    main()
