@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from zinfer.engine.random_weights import write_random
 from zinfer.jobs.bench import run_bench
-from zinfer.jobs.bench_result import BenchRequest, BenchResult
+from zinfer.jobs.bench_request import BenchRequest
+from zinfer.jobs.bench_result import BenchResult
 
 ROWS = 6
 

@@ -56,9 +56,7 @@ def bench(
 
             begin_rank(ranks)
             from zinfer.config import resolve_settings
-            from zinfer.jobs.bench import run_bench
-            from zinfer.jobs.bench_result import BenchRequest
-            from zinfer.jobs.bench_summary import bench_document, bench_table
+            from zinfer.jobs.bench_request import BenchRequest
             from zinfer.jobs.rivals import chosen_rivals
             from zinfer.ranks.environment import own_rank
 
@@ -78,6 +76,10 @@ def bench(
         if (num_ranks := choose_num_ranks(ranks, device)) > 1:
             check_mesh(resolve_settings(config, request.keys()).parallel, num_ranks)
             launch(num_ranks, lambda: "Nothing was kept")
+        with importing():
+            from zinfer.jobs.bench import run_bench
+            from zinfer.jobs.bench_summary import bench_document, bench_table
+
         is_shown = own_rank() == 0
         result = run_bench(request, Console(stderr=True) if is_shown else None)
         if not is_shown:

@@ -21,7 +21,8 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.display import shown
 from zinfer.engine.random_weights import RandomWeights
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
-from zinfer.jobs.bench_result import BenchRequest, BenchResult
+from zinfer.jobs.bench_request import BenchRequest
+from zinfer.jobs.bench_result import BenchResult
 from zinfer.jobs.comparison import BATCH_SIZE, Compared, check_room, compare
 from zinfer.jobs.memory_cap import held_beyond
 from zinfer.jobs.progress import Load, Meter

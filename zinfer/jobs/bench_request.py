@@ -1,0 +1,65 @@
+"""What a bench is asked for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from zinfer.errors import ConfigError
+
+WEIGHTS: Final[Mapping[str, Mapping[str, object]]] = {
+    "fp16": {"dtype": "fp16"},
+    "int8": {"quantization": {"bits": 8}},
+    "int4": {"quantization": {"bits": 4, "group_size": 128}},
+    "fp8": {"quantization": {"bits": 8, "format": "fp8"}},
+}
+"""The keys that each choice of ``--weights`` states."""
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """The arguments of `run_bench`.
+
+    Attributes:
+        model: a folder with config.json, or a name in `KNOWN_MODELS`. Weights in the folder are not read.
+        new_tokens: generated after each prompt; end tokens do not end it.
+        rows, prompt_len: random prompts, and the tokens of each.
+        input: JSONL with the prompts instead.
+        weights: a key of `WEIGHTS`; None: as config and config.json say.
+        memory_cap: bytes of device memory to use at most; on a GPU the rest is held. None: all that is free.
+        config: as for `LLM`.
+        device: "auto", "cuda" or "cpu".
+        experts: "uniform" or "zipf", see `zinfer.engine.routing`.
+        compare: rivals to run on the same prompts, with a real checkpoint of 16 bits (or config.json's dtype).
+    """
+
+    model: str
+    new_tokens: int
+    rows: int | None = None
+    prompt_len: int = 512
+    input: Path | None = None
+    weights: str | None = None
+    memory_cap: int | None = None
+    config: Path | Mapping[str, object] | None = None
+    device: str = "auto"
+    experts: str = "uniform"
+    compare: tuple[str, ...] = ()
+
+    def keys(self) -> dict[str, Any]:
+        """Return the configuration's keys that the arguments state.
+
+        Raises:
+            ConfigError: there is no such ``weights``, or the number of rows is stated twice or not at all.
+        """
+        if self.rows is not None and self.input is not None:
+            raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
+        if self.rows is None and self.input is None:
+            raise ConfigError("--rows or --input is missing; give the number of random prompts, or a file of prompts")
+        if self.weights is not None and self.weights not in WEIGHTS:
+            raise ConfigError(f"--weights: expected one of {', '.join(WEIGHTS)}, got {self.weights!r}")
+        # A GPU's free memory is what the cap leaves, and has to hold all; a CPU has no memory of its own to hold.
+        on_cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        cap = {} if self.memory_cap is None or on_cuda else {"max_device_memory": self.memory_cap}
+        return {"device": self.device, **(WEIGHTS[self.weights] if self.weights else {}), **cap}
