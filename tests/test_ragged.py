@@ -17,8 +17,10 @@ def check(batch: RaggedBatch, chunks: list[Chunk], page_size: int, most_part_tok
     tokens = [(chunk.sequence, at) for chunk in chunks for at in range(chunk.begin, chunk.end)]
     assert batch.input_ids.tolist() == [[sequence.tokens(at, at + 1)[0] for sequence, at in tokens]]
     assert batch.position_ids.tolist() == [[at for _, at in tokens]]
-    last = [number for number, (sequence, at) in enumerate(tokens) if at == sequence.num_tokens - 1]
-    assert batch.wanted.tolist() == last
+    ends = {chunk.sequence: chunk.end for chunk in chunks}
+    least = {chunk.sequence: chunk.end - chunk.samples - chunk.num_extra_logits for chunk in chunks}
+    wanted = [number for number, (sequence, at) in enumerate(tokens) if least[sequence] <= at < ends[sequence]]
+    assert batch.wanted.tolist() == wanted
     assert [part.tokens.start for part in batch.parts] == list(range(0, len(tokens), most_part_tokens or len(tokens)))
     seen = 0
     for part in batch.parts:
@@ -68,7 +70,10 @@ def test_every_number(
             end = min(sequence.num_computed + most, sequence.num_tokens)
             while len(sequence.pages) * page_size < end:
                 sequence.pages.append(next(free))
-            chunks.append(Chunk(sequence, sequence.num_computed, end, end == sequence.num_tokens))
+            samples = end == sequence.num_tokens
+            extra = data.draw(st.integers(0, end - sequence.num_computed - samples), label="extra logits")
+            chunks.append(Chunk(sequence, sequence.num_computed, end, samples, extra))
+        assert [*Chunks(chunks)] == [Chunks(chunks)[place] for place in range(-len(chunks), 0)] == chunks
         check(builder.build(Chunks(chunks)), chunks, page_size, most_part_tokens)
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.end

@@ -39,7 +39,7 @@ class RaggedBatch:
     """The tokens of a pass.
 
     input_ids, position_ids: [1, tokens] int64.
-    wanted: [samples] int64, indices of the tokens whose logits are sampled, in the order of the chunks.
+    wanted: [logits] int64, indices of the tokens that get logits, in order: the last `Chunks.num_logits` of each chunk.
     parts: the tokens split into parts that are computed in order; later ones may attend to earlier ones.
     form: the bucket that the batch was padded to, if any.
     """
@@ -111,7 +111,7 @@ class BatchBuilder:
         token_ids, sources = _token_ids(chunks, {} if pending is None else pending.places)
         unknown = np.flatnonzero(token_ids == PENDING)
         packed = _Packed(
-            [token_ids, positions, ends[np.array(chunks.samples)] - 1, places, unknown, sources, *layouts], self._device
+            [token_ids, positions, _wanted(chunks, ends), places, unknown, sources, *layouts], self._device
         )
         ids, at, wanted, where, targets, origins, *rest = packed.tensors
         ids = ids.long()
@@ -230,13 +230,20 @@ class _Packed:
         ]
 
 
+def _wanted(chunks: Chunks, ends: Ints) -> Ints:
+    """Return the places of the tokens that get logits in a pass whose chunks end at ``ends``."""
+    counts = np.array(chunks.num_logits, dtype=np.int64)
+    places: Ints = np.arange(counts.sum()) + np.repeat(ends - counts.cumsum(), counts)
+    return places
+
+
 def _token_ids(chunks: Chunks, known: Mapping[int, int]) -> tuple[Ints, Ints]:
     """Return the chunks' tokens, and the ``known`` values of those that are `PENDING`, in order."""
     decoding = chunks.sequences[: chunks.num_decodes]
     found = array("i", [sequence.output_ids[-1] for sequence in decoding])
     pairs = zip(decoding, found, strict=True)
     sources = [known[sequence.number] for sequence, last in pairs if last == PENDING]
-    for sequence, begin, end, _ in chunks[chunks.num_decodes :]:
+    for sequence, begin, end, *_ in chunks[chunks.num_decodes :]:
         found += sequence.tokens(begin, end)
         if found[-1] == PENDING:
             sources.append(known[sequence.number])

@@ -37,7 +37,7 @@ def find_traffic(
         window: positions that a token of the layer attends to, its own included; None: all before it.
     """
     read, begun, written = (np.zeros(num_pages, dtype=np.bool_) for _ in range(3))
-    for sequence, begin, end, _ in chunks:
+    for sequence, begin, end, *_ in chunks:
         pages = sequence.pages
         first = max(sequence.num_dropped, first_needed(begin, window) // page_size)
         num_held, num_after = -(-begin // page_size), -(-end // page_size)

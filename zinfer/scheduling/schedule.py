@@ -2,6 +2,7 @@
 
 from collections import abc
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple, overload
 
 from zinfer.scheduling.sequence import Sequence
@@ -13,12 +14,15 @@ class Chunk(NamedTuple):
     begin, end: positions in the sequence's tokens, ``end`` exclusive; tokens before are in its pages, or are written
         there by an earlier chunk of the same pass.
     samples: whether the chunk contains the last token, so that the next one is sampled.
+    num_extra_logits: how many tokens get logits besides the sampled one: those right before it, or the last ones of a
+        chunk that is not sampled.
     """
 
     sequence: Sequence
     begin: int
     end: int
     samples: bool
+    num_extra_logits: int = 0
 
 
 class Chunks(abc.Sequence[Chunk]):
@@ -31,6 +35,7 @@ class Chunks(abc.Sequence[Chunk]):
 
     Attributes:
         sequences, begins, ends, samples: the columns.
+        extra_logits: `Chunk.num_extra_logits` by place, without zeros.
         num_decodes: how many chunks at the front are known to be decodes: one last token of an output, sampled.
             Chunks that are appended do not count.
     """
@@ -40,6 +45,7 @@ class Chunks(abc.Sequence[Chunk]):
         self.begins: list[int] = []
         self.ends: list[int] = []
         self.samples: list[bool] = []
+        self.extra_logits: dict[int, int] = {}
         self.num_decodes = 0
         for chunk in chunks:
             self.append(chunk)
@@ -57,6 +63,8 @@ class Chunks(abc.Sequence[Chunk]):
 
     def append(self, chunk: Chunk) -> None:
         """Append a chunk."""
+        if chunk.num_extra_logits:
+            self.extra_logits[len(self.sequences)] = chunk.num_extra_logits
         self.sequences.append(chunk.sequence)
         self.begins.append(chunk.begin)
         self.ends.append(chunk.end)
@@ -71,12 +79,21 @@ class Chunks(abc.Sequence[Chunk]):
     def __getitem__(self, place: slice) -> list[Chunk]: ...
     def __getitem__(self, place: int | slice) -> Chunk | list[Chunk]:
         if isinstance(place, slice):
-            columns = self.sequences, self.begins, self.ends, self.samples
-            return list(map(Chunk, *(column[place] for column in columns)))
-        return Chunk(self.sequences[place], self.begins[place], self.ends[place], self.samples[place])
+            return [self[each] for each in range(*place.indices(len(self)))]
+        columns = self.sequences[place], self.begins[place], self.ends[place], self.samples[place]
+        return Chunk(*columns, self.extra_logits.get(place % len(self), 0))
 
     def __iter__(self) -> abc.Iterator[Chunk]:
-        return map(Chunk, self.sequences, self.begins, self.ends, self.samples)
+        extra_logits = map(self.extra_logits.get, range(len(self)), repeat(0)) if self.extra_logits else repeat(0)
+        return map(Chunk, self.sequences, self.begins, self.ends, self.samples, extra_logits)
+
+    @property
+    def num_logits(self) -> list[int]:
+        """How many tokens of each chunk get logits: its last ones."""
+        found = list(map(int, self.samples))
+        for place, number in self.extra_logits.items():
+            found[place] += number
+        return found
 
 
 class PassSize(NamedTuple):
