@@ -54,6 +54,14 @@ def without_old_engines() -> None:
         settled_threads()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_findings(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, Any, Any]:
+    """What a file's tests measure of this machine decides nothing in another file, and this user's findings nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Each device that this machine may have; tests with it are marked `gpu` for cuda."""
