@@ -9,6 +9,7 @@ import typer
 
 from zinfer import __version__
 from zinfer.cli.bench import bench
+from zinfer.cli.chat import chat
 from zinfer.cli.ending import protect_streams
 from zinfer.cli.families import families
 from zinfer.cli.plan import plan
@@ -29,6 +30,7 @@ app.command()(probe)
 app.command()(plan)
 app.command()(bench)
 app.command()(serve)
+app.command()(chat)
 app.command(hidden=True)(replica)
 app.command()(quantize)
 app.command()(families)

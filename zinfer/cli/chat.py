@@ -1,0 +1,66 @@
+"""`zinfer chat`: talk with a model in a terminal."""
+
+import asyncio
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zinfer.cli.ending import Device, Interrupted, ending_signals, exit_on_error, importing
+from zinfer.errors import ConfigError
+
+
+def chat(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder, tokenizer included.")] = None,
+    url: Annotated[str | None, typer.Option(help="A server with OpenAI's interface instead.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="ZINFER_API_KEY", help="Key that the server wants.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Model of the server; by default its first.")] = None,
+    config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON, for --model.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where the layers compute, for --model.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0: always the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many of the likeliest tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+) -> None:
+    """Talk with a model in a terminal: one in a folder, which is loaded for this chat, or one of a server.
+
+    /help lists the commands of a chat, Ctrl-C ends an answer, Ctrl-D the chat. Without a terminal each line of stdin is
+    a question.
+
+    Exit codes: 0 ended, 2 unusable settings, 1 error.
+    """
+    with exit_on_error():
+        if (model is None) == (url is None):
+            raise ConfigError("give --model for a folder or --url for a server, one of them")
+        if url is not None and (config, device) != (None, None):
+            raise ConfigError("--config and --device are for --model; the server at --url has its own")
+        if model is not None and served_model_name is not None:
+            raise ConfigError("--served-model-name is for --url; --model has one model")
+        _check_extra(needs_server=model is not None)
+        with importing():
+            from zinfer.chat.chat import talk
+            from zinfer.chat.client import ChatClient
+            from zinfer.chat.local_server import local_client
+            from zinfer.chat.terminal import Terminal
+
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+        options = {name: value for name, value in sampling.items() if value is not None}
+        words = ["--model", str(model), *_option("--config", config), *_option("--device", device)]
+        connection = local_client(words, options) if url is None else ChatClient(url, api_key, options)
+        talking = talk(Terminal(), connection, model=served_model_name, system=system, signals=ending_signals())
+        if (number := asyncio.run(talking)) is not None:
+            raise Interrupted(number)
+
+
+def _option(name: str, value: object) -> list[str]:
+    return [] if value is None else [name, str(value)]
+
+
+def _check_extra(*, needs_server: bool) -> None:
+    names = ["prompt_toolkit", "httpx2", *(["fastapi", "uvicorn", "msgspec"] if needs_server else [])]
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"a chat needs {missing[0]}; run `pip install 'zinfer[chat]'`")
