@@ -1,6 +1,7 @@
 """`zinfer plan` in this process: what it prints, its exit codes and its words."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typer.testing import CliRunner, Result
 import zinfer
 from zinfer.cli import app
 from zinfer.errors import CheckpointError
-from zinfer.planning.preset_names import PRESET_NAMES
+from zinfer.planning.data_sheets import DATA_SHEETS, find_data_sheet
 from zinfer.planning.presets import PRESETS
 
 
@@ -115,10 +116,32 @@ def test_a_probe_on_file_gives_the_rates(checkpoint: Path, tmp_path: Path) -> No
 
 
 def test_presets_are_listed() -> None:
-    result = CliRunner().invoke(app, ["plan", "--machine", "list"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["plan", "--machine", "list"], env={"COLUMNS": "80"})
     assert result.exit_code == 0
-    assert all(preset in result.stdout for preset in PRESETS)
-    assert "790 TFLOP/s" in result.stdout
+    assert all(f"│ {preset} " in result.stdout for preset in PRESETS)
+    assert re.search(r"h200 +│ +141 +│ +512 +│ +55.5 +│ +4.1 +│ +4,100 +│ +790", result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"), [(each, sheet.name) for sheet in DATA_SHEETS.values() for each in sheet.aliases]
+)
+def test_cards_are_found_by_their_names_in_nvidia_smi(name: str, preset: str) -> None:
+    assert find_data_sheet(name).name == find_data_sheet(name.upper()).name == find_data_sheet(preset).name == preset
+
+
+def test_figures_of_a_preset_can_be_stated(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, CONFIGS["Llama-3-70B"])
+    stated = ("--host-memory", "128GB", "--link", "20 GB/s", "--disk", "3GB/s")
+    found = document(zinfer_plan(folder, "--machine", "RTX 4090", *stated, "--json"))
+    assert (found["machine"]["link_bytes_per_s"], found["machine"]["disk_bytes_per_s"]) == (20e9, 3e9)
+    assert found["budgets"]["host_bytes"] == pytest.approx(0.8 * 128e9, rel=0.1)
+    told = zinfer_plan(folder, "--machine", "rtx4090", *stated).stdout
+    assert "preset rtx4090, 128.00 GB of host memory, link 20.00 GB/s, disk 3.00 GB/s" in told
+    as_it_is = document(zinfer_plan(folder, "--machine", "rtx4090", "--json"))
+    assert found["tokens_per_s"] > as_it_is["tokens_per_s"], "64 GB do not hold the model"
+    check_refused(zinfer_plan(folder, *stated), "--host-memory and --link and --disk", "add --machine NAME")
+    check_refused(zinfer_plan(folder, "--machine", "t4", "--link", "fast"), "--link = 'fast'", "such as 25GB/s")
+    check_refused(zinfer_plan(folder, "--machine", "t4", "--host-memory", "9GB/s"), "--host-memory = '9GB/s'", "128GB")
 
 
 def check_refused(result: Result, *words: str) -> None:
@@ -129,7 +152,9 @@ def check_refused(result: Result, *words: str) -> None:
 
 def test_what_cannot_be_planned_is_refused_in_words(checkpoint: Path, tmp_path: Path) -> None:
     large = write_config(tmp_path / "large", CONFIGS["OPT-175B"])
-    check_refused(zinfer_plan(checkpoint, "--machine", "b200"), "no such preset", "a6000, h200")
+    check_refused(
+        zinfer_plan(checkpoint, "--machine", "abacus"), "no such preset; there are t4, a10", "b200 (`--machine"
+    )
     (tmp_path / "empty").mkdir()
     check_refused(zinfer_plan(tmp_path / "empty", "--machine", "h200"), "empty folder", "config.json")
     check_refused(zinfer_plan(tmp_path / "nowhere", "--machine", "h200"), "no such folder")
@@ -171,15 +196,14 @@ def test_without_files_and_record_a_probe_is_asked_for(tmp_path: Path) -> None:
 
 def test_a_machine_that_is_not_known_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     """In a process of its own, which imports neither torch nor transformers for it."""
-    assert set(PRESET_NAMES) == set(PRESETS)
     code = (
         "import sys; from zinfer.cli import app\n"
-        f"try: app(['plan', '--model', {str(tmp_path / 'none')!r}, '--machine', 'b200'])\n"
+        f"try: app(['plan', '--model', {str(tmp_path / 'none')!r}, '--machine', 'rtx4900'])\n"
         "finally: print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "False False\n"), ended.stderr
-    assert "--machine b200: no such preset; there are a6000, h200 (`--machine list`)" in ended.stderr
+    assert "--machine rtx4900: no such preset; did you mean rtx4090" in ended.stderr
 
 
 def test_a_batch_size_of_a_job_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +9,9 @@ import typer
 from rich.console import Console
 
 from zinfer.cli.ending import exit_on_error, importing
+from zinfer.cli.plan_machine import MachineOptions, open_case
 from zinfer.display import print_text
-from zinfer.errors import CheckpointError, ConfigError, PlanError
+from zinfer.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,7 +27,17 @@ def plan(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
     machine: Annotated[
-        str | None, typer.Option(help="Preset to use instead of this machine; 'list' shows all.")
+        str | None,
+        typer.Option(help="Preset to plan for instead of this machine, or the GPU's name in nvidia-smi; 'list': all."),
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory, such as '128GB', in place of the preset's.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Rate from host memory to the GPU, such as '25GB/s', in place of the preset's.")
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Rate of the checkpoint's disk, such as '7GB/s', in place of the preset's.")
     ] = None,
     probe: Annotated[Path | None, typer.Option(help="Output of 'zinfer probe --json'.")] = None,
     batch_size: Annotated[
@@ -75,7 +85,7 @@ def plan(
     with exit_on_error():
         if rows is not None and input is not None:
             raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
-        case = _case(model, config, machine, probe, parallel)
+        case = open_case(model, config, MachineOptions(machine, probe, host_memory, link, disk), parallel)
         document, tables, lines = (
             _plan_batch(case, (batch_size or 32, prompt_len, new_tokens), (ranks, nodes))
             if rows is None and input is None
@@ -175,37 +185,3 @@ def _with_ranks(found: _Found, arranged: "Arranged", tokens_per_s: float) -> _Fo
 def _with_changes(error: PlanError, changes: Iterable[str]) -> PlanError:
     words = ", or ".join(changes)
     return PlanError(f"{error}; what would fit: {words}") if words else error
-
-
-def _case(model: Path, config: Path | None, machine_name: str | None, probe: Path | None, parallel: str) -> "Case":
-    """Return the model, and the machine for one process alone. Checks the machine first."""
-    if machine_name is not None and probe is not None:
-        raise ConfigError("--machine and --probe both set the speed of the machine; remove one of the two")
-    if machine_name is not None:
-        from zinfer.planning.preset_names import check_preset_name
-
-        check_preset_name(machine_name)
-    with importing():
-        from zinfer.cli.plan_ranks import parse_parallel
-        from zinfer.config import resolve_settings
-        from zinfer.model.known_models import KNOWN_MODELS
-        from zinfer.model.outline import holds_config_alone, is_known_model, read_outline
-        from zinfer.planning.plan import Case
-        from zinfer.planning.presets import find_preset, probed_machine, this_machine
-
-    settings = resolve_settings(config, {"parallel": parse_parallel(parallel)})
-    machine = None
-    if machine_name is not None:
-        machine = find_preset(machine_name, settings)
-    elif probe is not None:
-        machine = probed_machine(settings, probe)
-    elif is_known_model(model) or holds_config_alone(model):
-        machine = this_machine(settings, ())
-    try:
-        outline = read_outline(model, settings.dtype, settings.quantization)
-    except CheckpointError as error:
-        if not model.exists() and (near := get_close_matches(str(model), KNOWN_MODELS, 1)):
-            raise CheckpointError(f"{error}; or plan for the published model: --model {near[0]}") from error
-        raise
-    machine = machine or this_machine(settings, outline.files)
-    return Case(outline, machine, settings)

@@ -3,7 +3,7 @@
 From a configuration to a plan, one file per step:
 
     model/outline   blocks and `ModelSpec` of a checkpoint, or of config.json alone
-    presets         the `Machine`: budgets and rates
+    presets         the `Machine`: budgets and rates (data_sheets: those of published cards)
     memory          KV cache and activations of a request, and the memory left for weights
     kv_budget       the same for continuous batching: pages, and tokens per pass
     placement       the home of each block, and the buffers that stream the rest (host_placement: the host's part)

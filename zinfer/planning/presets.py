@@ -3,20 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError
-from zinfer.planning.preset_names import check_preset_name
+from zinfer.planning.data_sheets import DATA_SHEETS, LINK_BYTES_PER_S, DataSheet, find_data_sheet
 from zinfer.probe.limits import HOST_SHARE, MachineLimits, find_limits, free_device_bytes
 from zinfer.probe.rates import Rates
 from zinfer.ranks.mesh import Mesh
+from zinfer.units import human_bytes
 
 # Measured shares of an H200's published 989 TFLOP/s (dense bf16) and 4.8 TB/s; assumed for other cards too.
 _MATRIX_SHARE: Final = 0.8
 _DEVICE_MEMORY_SHARE: Final = 0.85
+_HOST_BYTES_PER_S: Final = 20e9  # assumed: what four threads copy on a common server
 NOTHING_STATED: Final = Memory()
 
 
@@ -69,70 +71,92 @@ class Machine:
         return replace(self, name=name, limits=part, device_memory_bytes=int(free_bytes * count), rates=rates)
 
 
-def _preset(name: str, device_memory_bytes: int, host_memory_bytes: int, rates: Rates) -> Machine:
-    host_bytes = int(host_memory_bytes * HOST_SHARE)
-    limits = MachineLimits(torch.device("cuda", 0), device_memory_bytes, host_bytes, host_bytes)
-    return Machine(name, limits, device_memory_bytes, rates)
+@dataclass(frozen=True)
+class StatedMachine:
+    """Figures that someone states of a machine; None: as it is.
+
+    Attributes:
+        host_bytes: memory of the host; the usual share of it is for weights.
+        link_bytes_per_s, disk_bytes_per_s: rates of the link and of the checkpoint's disk.
+    """
+
+    host_bytes: int | None = None
+    link_bytes_per_s: int | None = None
+    disk_bytes_per_s: int | None = None
+
+    def applied_to(self, machine: Machine) -> Machine:
+        """Return the machine with these figures; the origin of its rates says which are stated."""
+        limits, rates, words = machine.limits, machine.rates, []
+        if self.host_bytes is not None:
+            host_bytes = int(self.host_bytes * HOST_SHARE)
+            limits = replace(limits, host_bytes=host_bytes, pinned_bytes=host_bytes)
+            words.append(f"{human_bytes(self.host_bytes)} of host memory")
+        if self.link_bytes_per_s is not None:
+            rates = replace(rates, link_bytes_per_s=float(self.link_bytes_per_s))
+            words.append(f"link {human_bytes(self.link_bytes_per_s)}/s")
+        if self.disk_bytes_per_s is not None:
+            rates = replace(rates, disk_bytes_per_s=float(self.disk_bytes_per_s))
+            words.append(f"disk {human_bytes(self.disk_bytes_per_s)}/s")
+        if not words:
+            return machine
+        return replace(machine, limits=limits, rates=replace(rates, origin=f"{rates.origin}, {', '.join(words)}"))
 
 
-PRESETS: Final = {
-    machine.name: machine
-    for machine in (
-        _preset(
-            "a6000",
-            48_000_000_000,
-            256_000_000_000,
-            Rates(
-                link_bytes_per_s=25e9,
-                disk_bytes_per_s=5.6e9,
-                host_bytes_per_s=20e9,
-                device_bytes_per_s=768e9 * _DEVICE_MEMORY_SHARE,
-                flops_per_s=154.8e12 * _MATRIX_SHARE,
-                origin="preset a6000",
-            ),
-        ),
-        _preset(
-            "h200",
-            141_000_000_000,
-            512_000_000_000,
-            Rates(
-                link_bytes_per_s=55.5e9,
-                disk_bytes_per_s=4.1e9,
-                host_bytes_per_s=56.4e9,
-                device_bytes_per_s=4.1e12,
-                flops_per_s=790e12,
-                origin="preset h200",
-                gather_bytes_per_s=400e9,
-                all_reduce_bytes_per_s=286e9,
-                links_together=((2, 110.9e9), (4, 183e9)),
-            ),
-        ),
+AS_IT_IS: Final = StatedMachine()
+
+
+def _of_sheet(sheet: DataSheet) -> Machine:
+    """Return the machine of a data sheet; its card reaches the shares that an H200 reaches of its own."""
+    memory_bytes, host_bytes = int(sheet.memory_bytes), int(sheet.host_bytes * HOST_SHARE)
+    limits = MachineLimits(torch.device("cuda", 0), memory_bytes, host_bytes, host_bytes)
+    rates = Rates(
+        link_bytes_per_s=LINK_BYTES_PER_S[sheet.pcie],
+        disk_bytes_per_s=sheet.disk_bytes_per_s,
+        host_bytes_per_s=_HOST_BYTES_PER_S,
+        device_bytes_per_s=sheet.memory_bytes_per_s * _DEVICE_MEMORY_SHARE,
+        flops_per_s=sheet.flops_per_s * _MATRIX_SHARE,
+        origin=f"preset {sheet.name}",
     )
+    return Machine(sheet.name, limits, memory_bytes, replace(rates, **_MEASURED.get(sheet.name, {})))
+
+
+_MEASURED: Final[dict[str, dict[str, Any]]] = {
+    "h200": {
+        "link_bytes_per_s": 55.5e9,
+        "disk_bytes_per_s": 4.1e9,
+        "host_bytes_per_s": 56.4e9,
+        "device_bytes_per_s": 4.1e12,
+        "flops_per_s": 790e12,
+        "gather_bytes_per_s": 400e9,
+        "all_reduce_bytes_per_s": 286e9,
+        "links_together": ((2, 110.9e9), (4, 183e9)),
+    }
 }
-"""Machines by name.
+"""Rates that were measured, in place of a data sheet's: copies from pinned memory, direct reads by 8 threads, host
+copies by 16, a copy within the device, a bf16 product of 8192 x 8192 matrices; between H200s joined by NVLink gathers
+of four (350 to 437 GB/s), an all-reduce of 128 MiB of two, and the links of two and four at once. Nothing is assumed
+of exchanges among other cards."""
 
-a6000: an NVIDIA RTX A6000 in a workstation. 48 GB, 768 GB/s and 154.8 TFLOP/s of dense bf16 are published (NVIDIA's
-data sheet and its white paper on GA102), derated here to the shares that an H200 reaches of its own. 256 GB of host
-memory and a disk that reads 5.6 GB/s are those of DeepSpeed's ZeRO-Inference report. PCIe 4 x16 carries about 25 GB/s.
-Host copies of 20 GB/s are an assumption, what four threads do on a common server.
-
-h200: an NVIDIA H200 in a server with 512 GB; every rate was measured: copies from pinned memory, direct reads by 8
-threads, host copies by 16, a copy within the device, a bf16 product of 8192 x 8192 matrices; between GPUs joined by
-NVLink gathers of four (350 to 437 GB/s), an all-reduce of 128 MiB of two, and the links of two and four at once.
-Nothing is assumed of gathers among a6000s.
-"""
+PRESETS: Final = {name: _of_sheet(each) for name, each in DATA_SHEETS.items()}
+"""Machines by name; their figures are those of `zinfer.planning.data_sheets`, or were measured."""
 
 
-def find_preset(name: str, settings: Settings) -> Machine:
+def find_preset(name: str, settings: Settings, stated: StatedMachine = AS_IT_IS) -> Machine:
     """Return a machine of `PRESETS`, limited by the configuration's budgets.
 
+    Args:
+        name: of the preset, or of the card in `nvidia-smi`.
+        settings: with the budgets.
+        stated: figures in place of the preset's.
+
     Raises:
-        ConfigError: there is no such preset (lists all), or the configuration asks for a CPU.
+        ConfigError: there is no such preset (names the nearest), or the configuration asks for a CPU.
     """
-    check_preset_name(name)
+    machine = PRESETS[find_data_sheet(name).name]
     if settings.device == "cpu":
         raise ConfigError(f'zinfer.device is "cpu", but --machine {name} is a GPU; remove one of the two')
-    return replace(PRESETS[name], limits=PRESETS[name].limits.stated(settings.memory))
+    machine = stated.applied_to(machine)
+    return replace(machine, limits=machine.limits.stated(settings.memory))
 
 
 def this_machine(settings: Settings, files: Sequence[Path]) -> Machine:

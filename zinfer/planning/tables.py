@@ -12,6 +12,7 @@ from zinfer.planning.job_plan import Job, JobPlan
 from zinfer.planning.plan import BatchPlan, Case
 from zinfer.planning.presets import PRESETS
 from zinfer.planning.step_time import PassTime, speed
+from zinfer.probe.limits import HOST_SHARE
 from zinfer.units import duration, human_bytes
 
 
@@ -81,13 +82,15 @@ def _listed(parts: dict[str, int]) -> str:
 
 def preset_table() -> Table:
     """Return a table of the presets of `--machine`."""
-    table = Table("machine", "device", "host budget", "link", "disk", "device memory", "matrix work")
+    table = Table("machine")
+    for name in ("GPU\nGB", "host\nGB", "link\nGB/s", "disk\nGB/s", "GPU memory\nGB/s", "matrix work\nTFLOP/s"):
+        table.add_column(name, justify="right")
     for name, machine in PRESETS.items():
         rates = machine.rates
-        rows = (rates.link_bytes_per_s, rates.disk_bytes_per_s, rates.device_bytes_per_s)
-        speeds = [f"{human_bytes(int(rate))}/s" for rate in rows]
-        memory = [human_bytes(machine.device_memory_bytes), human_bytes(machine.limits.host_bytes)]
-        table.add_row(name, *memory, *speeds, f"{rates.flops_per_s / 1e12:,.0f} TFLOP/s")
+        sizes = (machine.device_memory_bytes, machine.limits.host_bytes / HOST_SHARE)
+        speeds = (rates.link_bytes_per_s, rates.disk_bytes_per_s, rates.device_bytes_per_s)
+        cells = [f"{number / 1e9:,.4g}" for number in (*sizes, *speeds)]
+        table.add_row(name, *cells, f"{rates.flops_per_s / 1e12:,.0f}")
     return table
 
 

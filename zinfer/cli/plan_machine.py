@@ -1,0 +1,104 @@
+"""The part of `zinfer plan` that finds the machine to plan for, and the model on it."""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zinfer.cli.ending import importing
+from zinfer.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from zinfer.planning.plan import Case
+    from zinfer.planning.presets import StatedMachine
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """What the command line says of the machine; all None: this one.
+
+    Attributes:
+        preset: ``--machine``.
+        probe: ``--probe``.
+        host_memory, link, disk: figures in place of a preset's, as written.
+    """
+
+    preset: str | None
+    probe: Path | None
+    host_memory: str | None = None
+    link: str | None = None
+    disk: str | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError if the options contradict each other, or the preset's name is unknown. Imports nothing."""
+        if self.preset is not None and self.probe is not None:
+            raise ConfigError("--machine and --probe both set the speed of the machine; remove one of the two")
+        given = {"--host-memory": self.host_memory, "--link": self.link, "--disk": self.disk}
+        names = [name for name, value in given.items() if value is not None]
+        if self.preset is None and names:
+            raise ConfigError(
+                f"{' and '.join(names)}: figures in place of a preset's, and no preset is given; add --machine NAME "
+                "('--machine list' shows all). This machine's own figures are measured, by `zinfer probe` best"
+            )
+        if self.preset is not None:
+            from zinfer.planning.data_sheets import find_data_sheet
+
+            find_data_sheet(self.preset)
+
+    def stated(self) -> "StatedMachine":
+        """Return the stated figures.
+
+        Raises:
+            ConfigError: one is no size or rate.
+        """
+        from zinfer.planning.presets import StatedMachine
+
+        return StatedMachine(
+            host_bytes=_bytes("--host-memory", self.host_memory, "128GB"),
+            link_bytes_per_s=_bytes("--link", self.link, "25GB/s"),
+            disk_bytes_per_s=_bytes("--disk", self.disk, "7GB/s"),
+        )
+
+
+def _bytes(option: str, value: str | None, example: str) -> int | None:
+    from zinfer.config.values import Unusable, size_bytes
+
+    if value is None:
+        return None
+    try:
+        return size_bytes(value.removesuffix("/s") if example.endswith("/s") else value)
+    except Unusable as error:
+        raise ConfigError(f"{option} = {value!r}: expected {error}, such as {example}") from None
+
+
+def open_case(model: Path, config: Path | None, options: MachineOptions, parallel: str) -> "Case":
+    """Return the model, and the machine for one process alone. Checks the machine first.
+
+    Raises:
+        ConfigError, CheckpointError: an option, the configuration or the checkpoint is unusable.
+    """
+    options.check()
+    with importing():
+        from zinfer.cli.plan_ranks import parse_parallel
+        from zinfer.config import resolve_settings
+        from zinfer.model.known_models import KNOWN_MODELS
+        from zinfer.model.outline import holds_config_alone, is_known_model, read_outline
+        from zinfer.planning.plan import Case
+        from zinfer.planning.presets import find_preset, probed_machine, this_machine
+
+    settings = resolve_settings(config, {"parallel": parse_parallel(parallel)})
+    machine = None
+    if options.preset is not None:
+        machine = find_preset(options.preset, settings, options.stated())
+    elif options.probe is not None:
+        machine = probed_machine(settings, options.probe)
+    elif is_known_model(model) or holds_config_alone(model):
+        machine = this_machine(settings, ())
+    try:
+        outline = read_outline(model, settings.dtype, settings.quantization)
+    except CheckpointError as error:
+        if not model.exists() and (near := get_close_matches(str(model), KNOWN_MODELS, 1)):
+            raise CheckpointError(f"{error}; or plan for the published model: --model {near[0]}") from error
+        raise
+    machine = machine or this_machine(settings, outline.files)
+    return Case(outline, machine, settings)
