@@ -64,7 +64,7 @@ def recorded(llm: LLM) -> Passes:
         swap_in(number, pages)
 
     def note(chunks: Any) -> None:
-        passes.append(tuple((each.number, begin, end, tuple(each.pages)) for each, begin, end, _ in chunks))
+        passes.append(tuple((each.number, begin, end, tuple(each.pages)) for each, begin, end, *_ in chunks))
         expect(chunks)
 
     cache.swap_out, cache.swap_in, cache.expect = note_out, note_in, note
