@@ -197,6 +197,9 @@ def test_the_configuration_is_the_given_one_with_what_was_chosen(tmp_path: Path)
     assert printed.exit_code == 0, printed.output
     (line,) = (line for line in printed.stdout.splitlines() if line.startswith("configuration: "))
     found = json.loads(zinfer_plan(folder, *options, "--json").stdout)
+    (served,) = (line for line in printed.stdout.splitlines() if line.startswith("served: "))
+    assert served.startswith("served: requests of 50 tokens in and 8 out, 1 at once: ")
+    assert [each["num_requests"] for each in found["served"]] == [1, 16, 256]
     merged = json.loads(line.removeprefix("configuration: "))
     assert merged == found["configuration"] == {**given, "zinfer": {**given["zinfer"], **found["zinfer"]}}
     config.write_text(json.dumps(merged))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paged_engine import NUM_TOKENS_KNOWN, HostedEngine, PagedEngine, completion
 
 from zinfer.scheduling.page_pool import PagePool
+from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.queues import Order
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import Sequence, SequenceState
@@ -62,7 +63,10 @@ ROWS = st.builds(
 
 @dataclass(frozen=True)
 class Room:
-    """A pool with pages for ``num_spare_tokens`` beside those that the longest sequence has to have."""
+    """A pool with pages for ``num_spare_tokens`` beside those that the longest sequence has to have.
+
+    orders: most tokens of passes, in turn; empty: the budget alone limits them.
+    """
 
     page_size: int
     num_spare_tokens: int
@@ -71,6 +75,7 @@ class Room:
     most_swapped_pages: int | None
     order: Order
     window: int | None
+    orders: tuple[int, ...] = ()
 
     def pages_alone(self, sequence: Sequence) -> int:
         """Fewest pages that a sequence can be completed in."""
@@ -155,7 +160,8 @@ class Workload:
         if self.lends:
             self._lend()
         self.engine.check_counts(self.sequences)
-        coming = self.scheduler.schedule()
+        orders = self.room.orders
+        coming = self.scheduler.schedule(PassOrder(orders[at % len(orders)]) if orders else USUAL)
         is_due = len(self.coming_ids) == self.most_under_way or (coming is None and len(self.coming_ids) > 0)
         self.num_together = max(self.num_together, len(self.coming_ids) + (coming is not None))
         received = self.coming_ids.popleft() if is_due else []

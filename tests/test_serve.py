@@ -45,6 +45,10 @@ def alone(model: Path) -> dict[str, str]:
         return {each: llm.generate(each, max_new_tokens=12)[0].text for each in PROMPTS}
 
 
+def test_the_times_to_expect_are_said_first(server: Server) -> None:
+    assert re.search(r"requests of 512 tokens in and 128 out, 1 at once: .* 256 at once: .* a token\n", server.said)
+
+
 def test_models_are_listed_by_their_names(client: openai.OpenAI) -> None:
     assert [each.id for each in client.models.list()] == ["letters"]
     assert client.models.retrieve("letters").owned_by == "zinfer"

@@ -26,6 +26,8 @@ from zinfer.requests.completion import Completion, not_finite
 from zinfer.sampling.async_copy import send
 from zinfer.sampling.sampler import BROKEN, Drawn, Row, Sampler, row_uniform
 from zinfer.sampling.structure import StructureMatcher, token_masks
+from zinfer.scheduling.latency_target import LatencyTarget
+from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import PENDING, SequenceState
@@ -63,6 +65,7 @@ class Batcher:
         budget: sizes of the passes and of the cache.
         window: the most tokens that any layer attends to; None if a layer attends to all.
         tokens: brings tokens from the last stage of a pipeline to the others.
+        target: limits passes by their seconds; None: nothing does.
     """
 
     def __init__(
@@ -73,7 +76,9 @@ class Batcher:
         budget: BatchingBudget,
         window: int | None = None,
         tokens: StageTokens | None = None,
+        target: LatencyTarget | None = None,
     ) -> None:
+        self._target = target
         self._runner = runner
         self._cache = cache
         self._sampler = sampler
@@ -136,7 +141,11 @@ class Batcher:
         unwanted = set(requests)
         return [self._finish(each, "cancelled") for each in [*self._running.values()] if each.request in unwanted]
 
-    def step(self) -> list[Event]:
+    def order(self) -> PassOrder:
+        """Return the order of the next pass, from the seconds of those before; one rank's is for all in step."""
+        return USUAL if self._target is None else self._target.order()
+
+    def step(self, order: PassOrder = USUAL) -> list[Event]:
         """Launch a pass and, while it is computed, take the tokens of an earlier one. After an exception call `abort`.
 
         Returns:
@@ -145,7 +154,7 @@ class Batcher:
         """
         if self._lender is not None:
             self._lender.adjust(self._scheduler)
-        scheduled = self._scheduler.schedule()
+        scheduled = self._scheduler.schedule(order)
         logits = None if scheduled is None else self._forward(scheduled)
         is_due = len(self._drawn) == self._most_drawn or (scheduled is None and len(self._drawn) > 0)
         events = self._receive(self._drawn.popleft()) if is_due else []
@@ -244,6 +253,9 @@ class Batcher:
         self._runner.model.check_ranks()
         self.received_ids = sampled.token_ids
         self.pass_ends_s.append(time.perf_counter())
+        if self._target is not None and len(self.pass_ends_s) > 1:
+            size = self.pass_sizes[len(self.pass_ends_s) - 1]
+            self._target.observe(size.num_tokens, self.pass_ends_s[-1] - self.pass_ends_s[-2])
         if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # the batcher has not been idle for days
             del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]
         writing = self._running  # without those that were cancelled meanwhile

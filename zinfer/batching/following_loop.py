@@ -101,8 +101,8 @@ class FollowingLoop(ServingLoop):
         self._follower.check(step)
         for change in step.changes:
             self._apply(change)
-        if step.has_pass:
-            self._pass()
+        if step.order is not None:
+            self._pass(step.order)
             self._follower.checksum.add(self._batcher.pass_sizes[-1:], self._batcher.received_ids)
         if step.is_last:
             self._is_led = False

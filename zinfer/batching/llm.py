@@ -1,5 +1,6 @@
 """`LLM`: completes any number of prompts by continuous batching, with resident or streamed weights."""
 
+import logging
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from zinfer.model.spec import ModelSpec, common_window
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
+from zinfer.planning.latency import ServingLatency, describe_unreachable, predict_latency
 from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
 from zinfer.planning.simulation import JobEstimator, JobPrediction
@@ -44,6 +46,8 @@ from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler
 from zinfer.scheduling.schedule import PassSize
 
+log = logging.getLogger("zinfer")
+
 
 class LLM:
     """A model that completes prompts in ragged batches; all running sequences share each pass over its weights.
@@ -51,7 +55,7 @@ class LLM:
     Args:
         model: as for `zinfer.init_inference`, or an open checkpoint.
         config: likewise; ``zinfer.tokens_per_pass``, ``max_sequences``, ``kv_cache_memory``, ``kv_cache_tier``,
-            ``kv_cache_dtype`` and ``kv_page_size`` configure the batches.
+            ``kv_cache_dtype`` and ``kv_page_size`` configure the batches, ``max_token_latency`` bounds their passes.
         tokenizer: one of transformers'; by default the one in the model's folder, if there is one. Without it prompts
             are token ids.
         swaps_to_disk: whether preempted sequences are swapped to ``offload_param.nvme_path`` once their share of host
@@ -142,7 +146,13 @@ class LLM:
         self._cache = open_pages(self._model, spec, budget)
         self._graphs = self._model.pass_graphs
         self._runner = PassRunner(self._model, self._cache, self._graphs)
-        self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, window, tokens)
+        latency_s = settings.batching.max_token_latency_s
+        self._estimator = JobEstimator(budget, window, token_bytes, self._model.estimator.pass_time, latency_s)
+        if (note := describe_unreachable(self._estimator)) is not None and not isinstance(lockstep, Follower):
+            log.warning(note)
+        self._batcher = Batcher(
+            self._runner, self._cache, Sampler(vocab_size, device), budget, window, tokens, self._estimator.target
+        )
         closers = (
             *([tokens.close] if tokens is not None else []),
             *([lockstep.close] if lockstep is not None else []),
@@ -158,7 +168,6 @@ class LLM:
             else ServingLoop(self._batcher, device, closers, lockstep)
         )
         self._loop.close_with(self)
-        self._estimator = JobEstimator(budget, window, token_bytes, self._model.estimator.pass_time)
 
     @property
     def device(self) -> torch.device:
@@ -215,6 +224,15 @@ class LLM:
             ConfigError: there were no passes.
         """
         return self._estimator.of_passes(list(self._batcher.pass_sizes))
+
+    def predict_latency(self, prompt_len: int, new_tokens: int, loads: Sequence[int]) -> list[ServingLatency]:
+        """Predict the times to the first token and between tokens, if so many requests are always under way.
+
+        Args:
+            prompt_len, new_tokens: tokens of each request.
+            loads: numbers of requests.
+        """
+        return predict_latency(self._estimator, prompt_len, new_tokens, loads)
 
     @property
     def batching(self) -> BatchingBudget:

@@ -4,10 +4,11 @@
 Ranks that divide each layer's products meet in collectives, which hang unless every rank computes the same tokens of
 the same sequences. What a pass computes depends on the requests that have arrived by then, and they arrive at other
 times on other ranks. So the group's first rank leads: before each pass it sends the others a `Step` with the requests
-that were submitted, the calls that were cancelled and whether the prefix cache was dropped since the pass before. The
-others apply these steps to their own scheduler, and nothing else. All that follows from them is equal on all ranks:
-sizes are agreed when the model is loaded, seeds are part of the requests, equal logits give equal tokens, and the
-scheduler reads neither clocks nor the memory that is free.
+that were submitted, the calls that were cancelled, whether the prefix cache was dropped since the pass before, and the
+order of the pass (`PassOrder`), which may follow from the seconds that passes took. The others apply these steps to
+their own scheduler, and nothing else. All that follows from them is equal on all ranks: sizes are agreed when the model
+is loaded, seeds are part of the requests, equal logits give equal tokens, and the scheduler reads neither clocks nor
+the memory that is free.
 
 A step carries requests, not only their numbers: a rank without calls of its own computes along. A rank that makes the
 same calls as the first gets their results (`Claims`).
@@ -31,6 +32,7 @@ from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.ranks.member_links import open_member_links
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.ranks.sockets import end_link
+from zinfer.scheduling.pass_order import PassOrder
 from zinfer.scheduling.schedule import PassSize
 
 
@@ -55,17 +57,17 @@ Change: TypeAlias = Admitted | Cancelled | PrefixesDropped
 
 
 class Step(NamedTuple):
-    """From the first rank: what to change, and whether a pass follows.
+    """From the first rank: what to change, and the pass that follows.
 
     Attributes:
         changes: in order.
-        has_pass: whether a pass follows.
+        order: of the pass that follows; None: there is none.
         checksum: of the passes before.
         is_last: whether the first rank ends its loop.
     """
 
     changes: Sequence[Change]
-    has_pass: bool
+    order: PassOrder | None
     checksum: int
     is_last: bool = False
 
@@ -106,20 +108,20 @@ class Leader:
         """Note that the prefix cache is dropped."""
         self._changes.append(PrefixesDropped())
 
-    def send(self, *, has_pass: bool = False, is_last: bool = False) -> None:
+    def send(self, order: PassOrder | None = None, *, is_last: bool = False) -> None:
         """Send the changes since the last call; nothing if there are none and no pass follows.
 
         Args:
-            has_pass, is_last: as in `Step`.
+            order, is_last: as in `Step`.
 
         Raises:
             RankError: another rank failed.
         """
         self._ranks.check()
-        if not (self._changes or has_pass or is_last):
+        if not (self._changes or order is not None or is_last):
             return
         self._is_over = is_last
-        message = pickle.dumps(Step(self._changes, has_pass, self.checksum.value, is_last))
+        message = pickle.dumps(Step(self._changes, order, self.checksum.value, is_last))
         self._changes = []
         for link in self._links:
             try:

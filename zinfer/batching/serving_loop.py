@@ -27,6 +27,7 @@ from zinfer.batching.lockstep import Leader
 from zinfer.batching.request import Request
 from zinfer.errors import PlanError, RankError
 from zinfer.requests.completion import Completion
+from zinfer.scheduling.pass_order import PassOrder
 
 
 class Call(Protocol):
@@ -175,7 +176,7 @@ class ServingLoop:
         while not self._closing:
             try:
                 if self._handles and self._commands.empty():
-                    self._pass()
+                    self._pass(self._batcher.order())
                 else:
                     if self._leader is not None and self._commands.empty():
                         self._leader.send()
@@ -187,10 +188,10 @@ class ServingLoop:
                 self._batcher.abort()
                 self._end_all(error)
 
-    def _pass(self) -> None:
+    def _pass(self, order: PassOrder) -> None:
         if self._leader is not None:
-            self._leader.send(has_pass=True)
-        events = self._batcher.step()
+            self._leader.send(order)
+        events = self._batcher.step(order)
         if self._leader is not None:
             self._leader.checksum.add(self._batcher.pass_sizes[-1:], self._batcher.received_ids)
         for request, event in events:

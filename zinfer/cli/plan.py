@@ -138,7 +138,7 @@ def _plan_job(
         from zinfer.config.source import config_keys
         from zinfer.planning.advice import fitting_job_changes, job_advice
         from zinfer.planning.job_plan import plan_job
-        from zinfer.planning.tables import job_document, job_table
+        from zinfer.planning.tables import job_document, job_table, served_line
 
     given = config_keys(config)
     whole, skipped = _job(case, model, rows, lengths)
@@ -150,7 +150,7 @@ def _plan_job(
         raise _with_changes(error, fitting_job_changes(case, job)) from error
     advice = job_advice(planned, given)
     configuration = f"configuration: {json.dumps(planned.configuration(given))}"
-    lines = [*skipped, configuration, *(f"advice: {each}" for each in advice)]
+    lines = [*skipped, served_line(job, planned), configuration, *(f"advice: {each}" for each in advice)]
     found = job_document(job, planned, advice, given), [job_table(job, planned)], lines
     return _with_ranks(found, arranged, planned.tokens_per_s)
 

@@ -39,6 +39,9 @@ def serve(
         list[str] | None, typer.Option(help="Origin that browsers may call from; repeatable.")
     ] = None,
     root_path: Annotated[str, typer.Option(help="Path prefix that a proxy strips.")] = "",
+    max_token_latency: Annotated[
+        str | None, typer.Option(help="Most time between two tokens, such as 200ms; passes have fewer tokens for it.")
+    ] = None,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests may take after SIGTERM.")] = 60,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, without its text.")] = False,
 ) -> None:
@@ -61,12 +64,14 @@ def serve(
             raise ConfigError(f"--model {model} is not a folder")
         if (ssl_certfile is None) != (ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both")
-        resolve_settings(config, {"device": device}, swaps=True)
+        stated = {} if max_token_latency is None else {"max_token_latency": max_token_latency}
+        resolve_settings(config, {"device": device, **stated}, swaps=True)
         if log_requests:
             _log_requests()
         words = [sys.executable, "-m", "zinfer", "replica", "--model", str(model), "--device", device]
         words += [] if config is None else ["--config", str(config)]
         words += [] if ranks is None else ["--ranks", str(ranks)]
+        words += [] if max_token_latency is None else ["--max-token-latency", max_token_latency]
         options = ServerOptions(
             served_model_name or [model.resolve().name],
             host,
@@ -91,6 +96,7 @@ def replica(
     config: Annotated[Path | None, typer.Option()] = None,
     device: Annotated[Device, typer.Option()] = "auto",
     ranks: Annotated[int | None, typer.Option(min=1)] = None,
+    max_token_latency: Annotated[str | None, typer.Option()] = None,
 ) -> None:
     """Compute for the server that listens on this socket."""
     with exit_on_error(lambda: "Finished requests were answered"), raise_on_signals():
@@ -100,14 +106,15 @@ def replica(
             begin_rank(ranks)
             from zinfer.config import resolve_settings
 
-        settings = resolve_settings(config, {"device": device}, swaps=True)
+        stated = {} if max_token_latency is None else {"max_token_latency": max_token_latency}
+        settings = resolve_settings(config, {"device": device, **stated}, swaps=True)
         num_ranks = choose_num_ranks(ranks, settings.device)
         if num_ranks > 1:
             launch(num_ranks, lambda: "Finished requests were answered")
         with importing():
             from zinfer.serve.engine_process import compute
 
-        compute(str(socket), str(model), config, device)
+        compute(str(socket), str(model), config, {"device": device, **stated})
 
 
 def _check_extra() -> None:

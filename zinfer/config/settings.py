@@ -184,6 +184,11 @@ class Batching:
         default="arrival",
     )
     kv_page_size: int | None = setting("zinfer.kv_page_size", count(1), "tokens of a page of the KV cache")
+    max_token_latency_s: float | None = setting(
+        "zinfer.max_token_latency",
+        values.seconds,
+        'most time between two tokens of a sequence in zinfer.LLM, such as "200ms": passes have fewer tokens for it',
+    )
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ SIZE_EXPECTED = 'a positive number of bytes, or one with a unit such as "24GB", 
 
 _BLOCKS_EXPECTED = 'an object like {Block: ("attn.out_proj", "mlp.fc2")}: classes of modules, and linear layers in them'
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", re.IGNORECASE)
+_TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s)", re.IGNORECASE)
 _MOST_CHARS = 40  # of a number written as text
 
 _DTYPES = {
@@ -164,6 +165,16 @@ def size_bytes(value: object) -> int:
     if number is None or number.denominator > 1 or number < 1:
         raise Unusable(SIZE_EXPECTED)
     return int(number)
+
+
+def seconds(value: object) -> float:
+    """Parse a time: a number of seconds, or text with a unit such as "200ms" or "1.5s"."""
+    number = _finite(value)
+    if isinstance(value, str) and (match := _TIME.fullmatch(value.strip())):
+        number = Fraction(match[1]) / (1000 if match[2].lower() == "ms" else 1)
+    if number is None or number <= 0:
+        raise Unusable('a time above 0 in seconds, or with a unit such as "200ms" or "1.5s"')
+    return float(number)
 
 
 def path(value: object) -> Path:

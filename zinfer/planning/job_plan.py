@@ -79,6 +79,7 @@ class JobPlan:
         simulated: prediction for the simulated rows.
         seconds: time for all rows.
         simulations: cached simulations of these rows.
+        estimator: of its passes.
     """
 
     case: Case
@@ -89,6 +90,7 @@ class JobPlan:
     simulated: JobPrediction
     seconds: float
     simulations: Simulations = field(repr=False, compare=False)
+    estimator: JobEstimator = field(repr=False, compare=False)
 
     @property
     def tokens_per_s(self) -> float:
@@ -180,10 +182,11 @@ def plan_sizes(case: Case, batching: Batching, job: Job, simulations: Simulation
     token_bytes = outline.spec.kv.token_bytes(budget.kv_dtype)
     if settings.offload.nvme_path is not None and clock.disk_spares_time(token_bytes):
         budget = replace(budget, swaps_to_disk=True)
-    estimator = JobEstimator(budget, simulations.window, token_bytes, clock.pass_time)
-    simulated = estimator.of_passes(simulations.under(budget))
+    latency_s = batching.max_token_latency_s
+    estimator = JobEstimator(budget, simulations.window, token_bytes, clock.pass_time, latency_s)
+    simulated = estimator.of_passes(simulations.under(budget, estimator.order))
     seconds = _whole_seconds(job, simulated, is_hosted=budget.is_hosted)
-    return JobPlan(case, batching, budget, plan, job, simulated, seconds, simulations)
+    return JobPlan(case, batching, budget, plan, job, simulated, seconds, simulations, estimator)
 
 
 def _whole_seconds(job: Job, simulated: JobPrediction, *, is_hosted: bool) -> float:

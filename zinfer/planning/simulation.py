@@ -3,6 +3,7 @@
 Shared prefixes and sequences that end early make a job shorter; neither is simulated.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from itertools import compress
 from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.step_time import PassTime, speed
+from zinfer.scheduling.latency_target import LatencyTarget
+from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.sequence import Sequence as TokenSequence
 from zinfer.units import duration
@@ -56,12 +59,31 @@ class JobEstimator:
         window: largest attention window of all layers; None if a layer attends to all tokens.
         token_bytes: KV-cache bytes of one token in all layers.
         pass_time: `PassClock.pass_time`.
+        latency_s: most seconds between two tokens of a sequence; None: passes are as large as the budget allows.
     """
 
     budget: BatchingBudget
     window: int | None
     token_bytes: int
     pass_time: Callable[..., PassTime]
+    latency_s: float | None = None
+
+    @functools.cached_property
+    def target(self) -> LatencyTarget | None:
+        """Limits passes to what keeps the latency, by prediction until passes are observed."""
+        if self.latency_s is None:
+            return None
+        return LatencyTarget(self.latency_s, self._pass_seconds, self.budget.tokens_per_pass, self.budget.num_sets)
+
+    @property
+    def order(self) -> PassOrder:
+        """The predicted order of every pass."""
+        return USUAL if self.target is None else self.target.order()
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a pass, as predicted."""
+        return self.order.most_tokens or self.budget.tokens_per_pass
 
     def of_texts(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
         """Predict prompts without shared prefixes; arguments as for `LLM.predict`.
@@ -73,7 +95,7 @@ class JobEstimator:
         if not prompt_lens:
             raise ConfigError("there are no prompts to predict; give the length of at least one")
         each = [new_tokens] * len(prompt_lens) if isinstance(new_tokens, int) else new_tokens
-        return self.of_passes(simulate(prompt_lens, each, self.budget, self.window))
+        return self.of_passes(simulate(prompt_lens, each, self.budget, self.window, self.order))
 
     def of_passes(self, sizes: Sequence[PassSize]) -> JobPrediction:
         """Predict passes of these sizes.
@@ -83,7 +105,7 @@ class JobEstimator:
         """
         if not sizes:
             raise ConfigError("no pass was computed yet, so none can be predicted")
-        times = [self._time_of(size) for size in sizes]
+        times = [self.time_of(size) for size in sizes]
         seconds = sum(each.seconds for each in times)
         names = [each.bottleneck for each in times]
         num_tokens, num_new = sum(size.num_tokens for size in sizes), sum(size.num_samples for size in sizes)
@@ -98,7 +120,11 @@ class JobEstimator:
             busy_s={name: sum(each.terms[name] for each in times) for name in times[0].terms},
         )
 
-    def _time_of(self, size: PassSize) -> PassTime:
+    def _pass_seconds(self, num_tokens: int) -> float:
+        return self.time_of(PassSize(num_tokens, 1, num_tokens)).seconds
+
+    def time_of(self, size: PassSize) -> PassTime:
+        """Predict one pass."""
         budget = self.budget
         return self.pass_time(
             size.num_tokens,
@@ -133,7 +159,11 @@ def _steady(times: Sequence[PassTime]) -> float:
 
 
 def simulate(
-    prompt_lens: Sequence[int], new_tokens: Sequence[int], budget: BatchingBudget, window: int | None = None
+    prompt_lens: Sequence[int],
+    new_tokens: Sequence[int],
+    budget: BatchingBudget,
+    window: int | None = None,
+    order: PassOrder = USUAL,
 ) -> list[PassSize]:
     """Schedule the passes of a job.
 
@@ -142,18 +172,25 @@ def simulate(
         new_tokens: tokens generated after each.
         budget: budget of pages and tokens.
         window: as for `Scheduler`.
+        order: of every pass.
 
     Raises:
         PlanError: a sequence does not fit the cache even alone.
     """
     # Prompts share no prefix, and hashing pages takes most of the time, so try without prefix sharing. But a preempted
     # sequence may find its own pages when it resumes: then simulate again with sharing.
-    passes = _passes(prompt_lens, new_tokens, budget, window, shares=False)
-    return passes or _passes(prompt_lens, new_tokens, budget, window, shares=True)
+    passes = _passes(prompt_lens, new_tokens, budget, window, order, shares=False)
+    return passes or _passes(prompt_lens, new_tokens, budget, window, order, shares=True)
 
 
 def _passes(
-    prompt_lens: Sequence[int], new_tokens: Sequence[int], budget: BatchingBudget, window: int | None, *, shares: bool
+    prompt_lens: Sequence[int],
+    new_tokens: Sequence[int],
+    budget: BatchingBudget,
+    window: int | None,
+    order: PassOrder,
+    *,
+    shares: bool,
 ) -> list[PassSize]:
     """Return the passes; empty if a sequence is preempted while ``shares`` is False."""
     scheduler = budget.scheduler(window)
@@ -161,7 +198,7 @@ def _passes(
         scheduler.add(TokenSequence(number, (number, *[0] * (prompt_len - 1)), count, shares=shares))
     sizes = []
     under_way: deque[Pass] = deque()
-    while (coming := scheduler.schedule()) is not None or under_way:
+    while (coming := scheduler.schedule(order)) is not None or under_way:
         if scheduler.has_preempted and not shares:
             return []
         if coming is not None:
@@ -191,14 +228,14 @@ class Simulations:
         # Passes with their token limit, by everything else that affects passes.
         self._found: dict[tuple[object, ...], list[tuple[int, list[PassSize]]]] = {}
 
-    def under(self, budget: BatchingBudget) -> list[PassSize]:
-        """Return the passes under a budget; raises like `simulate`."""
+    def under(self, budget: BatchingBudget, order: PassOrder = USUAL) -> list[PassSize]:
+        """Return the passes under a budget, all by one order; raises like `simulate`."""
         pages = (budget.num_pages, budget.page_size, budget.most_swapped_pages)
-        found = self._found.setdefault((*pages, budget.max_sequences, budget.order, budget.lends), [])
+        found = self._found.setdefault((*pages, budget.max_sequences, budget.order, budget.lends, order), [])
         limit = budget.tokens_per_pass
         for other, passes in found:
             if limit == other or max(size.num_tokens for size in passes) < other < limit:
                 return passes
-        passes = simulate(self._prompt_lens, self._new_tokens, budget, self.window)
+        passes = simulate(self._prompt_lens, self._new_tokens, budget, self.window, order)
         found.append((limit, passes))
         return passes

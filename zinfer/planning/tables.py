@@ -9,6 +9,7 @@ from rich.table import Table
 from zinfer.offload.block import Tier
 from zinfer.planning.advice import Advice
 from zinfer.planning.job_plan import Job, JobPlan
+from zinfer.planning.latency import ServingLatency, describe_latency, predict_latency
 from zinfer.planning.plan import BatchPlan, Case
 from zinfer.planning.presets import PRESETS
 from zinfer.planning.step_time import PassTime, speed
@@ -149,6 +150,19 @@ def job_table(job: Job, planned: JobPlan) -> Table:
     return table
 
 
+def served_line(job: Job, planned: JobPlan) -> str:
+    """Return a line on the times of answers if such rows arrived as requests."""
+    return f"served: {describe_latency(_served(job, planned), *_typical(job))}"
+
+
+def _served(job: Job, planned: JobPlan) -> list[ServingLatency]:
+    return predict_latency(planned.estimator, *_typical(job))
+
+
+def _typical(job: Job) -> tuple[int, int]:
+    return round(mean(job.prompt_lens)), max(round(mean(job.new_tokens)), 1)
+
+
 def _together(most_together: int, max_sequences: int) -> str:
     """Format the maximum running sequences; below `max_sequences` if the cache holds fewer."""
     if most_together >= max_sequences:
@@ -172,5 +186,6 @@ def job_document(job: Job, planned: JobPlan, advice: Sequence[str], given: Mappi
         "tokens_per_s": planned.tokens_per_s,
         "seconds": planned.seconds,
         "bottleneck": planned.simulated.bottleneck,
+        "served": [vars(each) for each in _served(job, planned)],
         "advice": list(advice),
     }

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from zinfer.scheduling.claims import Claims
 from zinfer.scheduling.page_allocator import PageAllocator, first_needed
 from zinfer.scheduling.page_pool import PagePool
+from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.pass_sets import PassSets
 from zinfer.scheduling.queues import Order, PreemptedQueue, Running, WaitingQueue
 from zinfer.scheduling.schedule import Chunk, Chunks, Pass
@@ -126,7 +127,7 @@ class Scheduler:
         self._workload.add(sequence, self._allocator.pages_of(sequence))
         self._queue.add(sequence)
 
-    def schedule(self) -> Pass | None:
+    def schedule(self, order: PassOrder = USUAL) -> Pass | None:
         """Return the next pass, with at least one chunk; None if there is nothing to do."""
         assert self._in_flight is None, "the pass before was not followed by advance"
         new_pass = Pass(self._num_lent)
@@ -134,10 +135,12 @@ class Scheduler:
         self._allocator.is_short = False
         num_pages = max(self.pool.num_pages - self._allocator.most_reserved, 1)
         most_rows = self._sets.most_rows(num_pages, len(self._running))
-        claims, gave_way = self._give_way(new_pass)
-        num_left = self._schedule_running(new_pass, num_pages, most_rows, claims)
+        most_running = order.most_running(self._max_sequences)
+        budget = min(self._token_budget, order.most_tokens or self._token_budget)
+        claims, gave_way = self._give_way(new_pass, budget, most_running)
+        num_left = self._schedule_running(new_pass, num_pages, most_rows, claims, budget)
         sequence: Sequence | None = None
-        while num_left and len(self._running) < self._max_sequences and len(new_pass.chunks) < most_rows:
+        while num_left and len(self._running) < most_running and len(new_pass.chunks) < most_rows:
             sequence = self._next()
             if sequence is None or self._sets.waits(sequence) or (gave_way and sequence.is_background):
                 break
@@ -233,14 +236,14 @@ class Scheduler:
             return waiting
         return resumed
 
-    def _give_way(self, new_pass: Pass) -> tuple[Claims, bool]:
+    def _give_way(self, new_pass: Pass, budget: int, most_running: int) -> tuple[Claims, bool]:
         """Preempt background sequences for the claims of others; returns the claims, and whether any was preempted."""
         prompt, running = self._running.prompt, self._running
         waiting = [*self._preempted.foreground(), *self._queue.foreground()]
-        claims = Claims.of(prompt, waiting, self._token_budget, self.pool)
+        claims = Claims.of(prompt, waiting, budget, self.pool)
         if not claims.num_tokens:
             return claims, False
-        num_running, most = len(running), max(self._max_sequences - claims.num_rows, 0)
+        num_running, most = len(running), max(most_running - claims.num_rows, 0)
         if prompt is not None and prompt.is_background:
             self._preempt(prompt, new_pass)
         while (last := running.last) is not None and last.is_background:
@@ -249,25 +252,26 @@ class Scheduler:
             self._preempt(last, new_pass)
         return claims, len(running) < num_running
 
-    def _schedule_running(self, new_pass: Pass, num_pages: int, most_rows: int, claims: Claims) -> int:
-        """Schedule the running sequences, ``most_rows`` at most; returns the tokens left for others.
+    def _schedule_running(self, new_pass: Pass, num_pages: int, most_rows: int, claims: Claims, budget: int) -> int:
+        """Schedule the running sequences, ``most_rows`` at most; returns the tokens of ``budget`` left for others.
 
         Returns 0 if a sequence was preempted or must wait for pages. Nothing is admitted after a prompt that does not
         reach its end either: it took all tokens or all pages.
         """
         pace = max(self._workload.pace(num_pages, self._max_sequences), len(self._running))
-        num_left = min(self._token_budget, self._sets.share(pace))
+        share = self._sets.share(pace)
+        num_left = min(budget, share)
         num_running, prompt = len(self._running), self._running.prompt
         decodes = self._sets.decodes(self._running, most_rows)
         if claims.num_tokens:
             most = max(min(num_left - claims.num_tokens, most_rows - claims.num_rows), 0)
             decodes = [each for place, each in enumerate(decodes) if place < most or not each.is_background]
-        ready = self._with_pages(decodes[:num_left], new_pass)
+        ready = self._with_pages(decodes[: min(self._token_budget, share)], new_pass)
         new_pass.chunks = Chunks.of_decodes(ready)
         page_size = self.pool.page_size
         for sequence in [each for each in ready if (each.num_computed + 1) // page_size > each.num_named]:
             self._allocator.publish(sequence, sequence.num_computed + 1)
-        num_left -= len(ready)
+        num_left = max(num_left - len(ready), 0)
         if len(self._running) < num_running or len(ready) < len(decodes):
             return 0
         if prompt is None or not num_left or len(ready) == most_rows:

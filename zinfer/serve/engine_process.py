@@ -2,12 +2,13 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from zinfer.batching.async_llm import AsyncLLM
 from zinfer.batching.llm import LLM
 from zinfer.errors import CheckpointError, ConfigError, PlanError
+from zinfer.planning.latency import LOADS, NEW_TOKENS, PROMPT_LEN, describe_latency
 from zinfer.ranks.environment import own_rank
 from zinfer.requests.completion import CompletionDelta
 from zinfer.serve.messages import (
@@ -26,18 +27,21 @@ _LOAD_EVERY_S: Final = 1.0
 _EXIT_ORPHANED: Final = 1
 
 
-def compute(socket_path: str, model: str, config: Any, device: str) -> None:
+def compute(socket_path: str, model: str, config: Any, stated: Mapping[str, Any]) -> None:
     """Load a model and compute until the server ends; ranks that follow another compute along until it ends.
+
+    Args:
+        stated: keys beside the configuration, as keyword arguments of `LLM`.
 
     Raises:
         ConfigError, CheckpointError, PlanError: as `LLM`.
         RuntimeError: the model's passes have ended by a failure.
     """
     if own_rank() > 0:
-        with LLM(model, config, device=device):
+        with LLM(model, config, **stated):
             pass
         return
-    asyncio.run(run_engine(socket_path, lambda: AsyncLLM(model, config, device=device)))
+    asyncio.run(run_engine(socket_path, lambda: AsyncLLM(model, config, **stated)))
 
 
 async def run_engine(socket_path: str, load: Callable[[], AsyncLLM]) -> None:
@@ -87,7 +91,9 @@ class _Engine:
     async def serve(self, messages: "asyncio.Queue[ToEngine | None]") -> None:
         llm = self._llm.llm
         budget = llm.batching
-        self._connection.send(Ready(llm.vocab_size, llm.limits, budget.num_pages * budget.page_size))
+        lengths = PROMPT_LEN, NEW_TOKENS
+        latency = describe_latency(llm.predict_latency(*lengths, LOADS), *lengths)
+        self._connection.send(Ready(llm.vocab_size, llm.limits, budget.num_pages * budget.page_size, latency))
         reporting = asyncio.create_task(self._report())
         try:
             while isinstance(message := await self._next(messages, reporting), Submit | Cancel):

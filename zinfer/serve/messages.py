@@ -40,11 +40,16 @@ class Close(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The model is loaded. `limits` bound requests; `most_tokens` is what the KV cache holds of one sequence."""
+    """The model is loaded.
+
+    `limits` bound requests; `most_tokens` is what the KV cache holds of one sequence; `latency` is a line on the
+    times of answers to be expected.
+    """
 
     vocab_size: int
     limits: LengthLimits
     most_tokens: int
+    latency: str = ""
 
 
 class Deltas(msgspec.Struct, tag=True):

@@ -118,6 +118,8 @@ async def _serve(service: Service, options: ServerOptions, say: Callable[[str], 
         for each in sockets:
             each.close()
         raise
+    if service.latency:
+        say(service.latency)
     server = _Server(config)
     announcing = asyncio.create_task(_announce(server, options, sockets, say))
     await server.serve(sockets or None)

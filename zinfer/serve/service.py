@@ -96,6 +96,11 @@ class Service:
         return LengthLimits(total=Limit(self._most_tokens, "the context and the KV cache"))
 
     @property
+    def latency(self) -> str:
+        """A line on the times of answers to be expected of one replica."""
+        return "" if self._ready is None else self._ready.latency
+
+    @property
     def is_ready(self) -> bool:
         """Whether a replica takes requests."""
         return not self.is_draining and any(each.ready is not None for each in self.replicas)
