@@ -13,7 +13,7 @@ A block loaded into a borrowed slot is cached there: `release` leaves it ready a
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -157,10 +157,11 @@ class Streamer:
             self._slots.put(use.slot)
         self._look_ahead()
 
-    def release_all(self) -> None:
-        """Release the blocks that a failed pass still holds."""
+    def release_all(self, but: Collection[int] = ()) -> None:
+        """Release the blocks that a failed pass still holds, ``but`` those of these indices."""
         for block in self.held():
-            self.release(block)
+            if block.index not in but:
+                self.release(block)
 
     def held(self) -> list[Block]:
         """The blocks in use, between `wait` and `release`."""

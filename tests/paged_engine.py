@@ -52,6 +52,7 @@ class PagedEngine:
         self._before: dict[int, tuple[Sequence, list[int]]] = {}
         self._held: Counter[int] = Counter()
         self._admitted: dict[int, Sequence] = {}
+        self._scored: Counter[tuple[int, int]] = Counter()
 
     def compute(self, coming: Pass) -> dict[int, int]:
         """One pass; gives the next tokens."""
@@ -96,6 +97,11 @@ class PagedEngine:
         self.num_shared += any(count > 1 for count in held.values())
         self._before = {sequence.number: (sequence, list(sequence.pages)) for sequence in sequences if sequence.pages}
 
+    def assert_scored(self, sequence: Sequence) -> None:
+        """Each token that is to be scored had its logits once, and no other one."""
+        found = {at: count for (number, at), count in self._scored.items() if number == sequence.number}
+        assert found == dict.fromkeys(range(sequence.num_to_score), 1)
+
     def forget(self, sequence: Sequence) -> None:
         """Drop what is parked of a sequence that was aborted."""
         self._host.pop(sequence.number, None)
@@ -132,6 +138,8 @@ class PagedEngine:
         for chunk in coming.chunks:
             assert chunk.begin == chunk.sequence.num_computed < chunk.end <= chunk.sequence.num_tokens
             assert chunk.samples == (chunk.end == chunk.sequence.num_tokens)
+            last = chunk.end - chunk.samples
+            self._scored.update((chunk.sequence.number, at) for at in range(last - chunk.num_extra_logits, last))
         assert not (coming.swapped_out and coming.swapped_in), "one makes room for another's pages to come back"
         self._check_progress(coming)
 

@@ -29,7 +29,7 @@ from zinfer.requests.completion import Completion
 NUM_PROMPTS = 12
 PAGE_SIZE = 8
 SIZES: dict[str, Any] = {"kv_page_size": PAGE_SIZE, "kv_cache_memory": "200kB", "tokens_per_pass": 40}
-Text = tuple[tuple[int, ...], str, str | None]
+Text = tuple[tuple[int, ...], str, str | None, list[list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,18 @@ def given() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
             seed=place if place % 3 else None,
             presence_penalty=0.5 if place == 7 else 0,
             logprobs=1 if place == 3 else None,
+            prompt_logprobs=2 if place in (4, 5, 8) else None,
             n=2 if place == 1 else 1,
             ignore_eos=True,
         )
         for place in range(NUM_PROMPTS)
     ]
     return [{"prompt_token_ids": each} for each in ids], params
+
+
+def likely_ids(completion: Completion) -> list[list[int]]:
+    """The tokens that could most likely have been in the places of the prompt's own."""
+    return [each.top_ids for each in completion.prompt_logprobs or () if each is not None]
 
 
 def told(rank: int, folder: Path, several: list[dict[str, Any]]) -> list[tuple[list[Text], Passes, int]]:
@@ -64,7 +70,7 @@ def told(rank: int, folder: Path, several: list[dict[str, Any]]) -> list[tuple[l
             passes = recorded(llm)
             wait_for_all()  # or the first stage may begin before
             texts = [
-                (each.token_ids, each.finish_reason, each.error)
+                (each.token_ids, each.finish_reason, each.error, likely_ids(each))
                 for completions in (
                     llm.generate(*given()),
                     llm.generate([{"prompt_token_ids": [4] * 9}], max_new_tokens=20),
@@ -98,6 +104,7 @@ def test_stages_tell_what_one_process_tells(folder: Path, stages: int) -> None:
     for texts, _, _ in first:
         assert texts == alone[0]
     assert len({token for token_ids, *_ in alone[0] for token in token_ids}) > 30
+    assert [len(scores) for *_, scores in alone[0] if scores] == [24, 24, len(given()[0][8]["prompt_token_ids"]) - 1]
 
 
 def served(rank: int, folder: Path, stages: int) -> tuple[Passes, dict[int, list[list[Any]]]]:

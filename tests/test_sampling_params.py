@@ -51,7 +51,7 @@ def test_ranges(name: str, lowest: float, highest: float, below: float, above: f
     "name",
     sorted(
         {field.name for field in fields(SamplingParams)}
-        - {"max_new_tokens", "logprobs", "seed", "allowed_token_ids", "structured_outputs"}
+        - {"max_new_tokens", "logprobs", "prompt_logprobs", "seed", "allowed_token_ids", "structured_outputs"}
     ),
 )
 def test_only_what_may_be_absent_may_be_none(name: str) -> None:

@@ -41,6 +41,7 @@ class Row:
     arrives_at: int
     abort_at: tuple[int, bool] | None
     is_background: bool = False
+    is_scored: bool = False
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -58,6 +59,7 @@ ROWS = st.builds(
     arrives_at=st.sampled_from([0, 0, 0, 1, 5, 20]),
     abort_at=st.none() | st.none() | st.none() | st.tuples(st.integers(0, 40), st.booleans()),
     is_background=st.booleans(),
+    is_scored=st.sampled_from([False, False, True]),
 )
 
 
@@ -112,7 +114,13 @@ class Workload:
     ) -> None:
         self.rows = sorted(rows, key=lambda row: row.arrives_at)
         self.sequences = [
-            Sequence(number, row.prompt, row.max_new_tokens, is_background=row.is_background)
+            Sequence(
+                number,
+                row.prompt,
+                row.max_new_tokens,
+                num_to_score=len(row.prompt) - 1 if row.is_scored else 0,
+                is_background=row.is_background,
+            )
             for number, row in enumerate(self.rows)
         ]
         num_pages = (
@@ -149,6 +157,8 @@ class Workload:
             alone = completion(row.prompt, min(row.max_new_tokens, row.end_after))
             if sequence.number in self.aborted:
                 alone = alone[: len(sequence.output_ids)]
+            else:
+                self.engine.assert_scored(sequence)
             assert sequence.output_ids == alone
 
     def _step(self, at: int) -> bool:

@@ -279,12 +279,24 @@ def test_a_killed_rank_ends_the_others(llama: Path, tmp_path: Path, lost: int) -
     assert f"rank {lost}" in (tmp_path / f"said-{1 - lost}").read_text()
 
 
-def texts(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[tuple[int, ...]], int]:
-    """Continuous batching with more prompts than a pass holds; the same calls on all ranks."""
-    params = [zinfer.SamplingParams(max_new_tokens=4 + number, temperature=number % 2, seed=7) for number in range(6)]
+def texts(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[tuple[tuple[int, ...], list[Any]]], int]:
+    """Continuous batching with more prompts than a pass holds, some of them scored; the same calls on all ranks."""
+    params = [
+        zinfer.SamplingParams(
+            max_new_tokens=4 + number,
+            temperature=number % 2,
+            seed=7,
+            prompt_logprobs=2 if number in (4, 5) else None,
+        )
+        for number in range(6)
+    ]
     prompts = [{"prompt_token_ids": IDS[number % 2, : 2 + number].tolist()} for number in range(6)]
     with zinfer.LLM(folder, settings, tokens_per_pass=16) as llm:
-        return [each.token_ids for each in llm.generate(prompts, params)], llm.stats().streamed_bytes_per_pass
+        found = [
+            (each.token_ids, [score.top_ids for score in (each.prompt_logprobs or ())[1:] if score is not None])
+            for each in llm.generate(prompts, params)
+        ]
+        return found, llm.stats().streamed_bytes_per_pass
 
 
 def test_batches_are_continued_by_divided_layers(folders: list[Path]) -> None:
@@ -292,6 +304,7 @@ def test_batches_are_continued_by_divided_layers(folders: list[Path]) -> None:
         wanted, whole_bytes = texts(0, folder, config(1))
         for found, streamed_bytes in run_ranks(2, texts, folder, config(2)):
             assert found == wanted, folder.name
+            assert [len(scores) for _, scores in found] == [0, 0, 0, 0, 5, 6]
             assert streamed_bytes < 0.6 * whole_bytes
 
 

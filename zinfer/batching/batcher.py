@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import compress, islice
 from typing import Final
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from zinfer.batching.decode_bucket import find_form
 from zinfer.batching.handle import Event, Token
 from zinfer.batching.page_lender import IdlePageLender
+from zinfer.batching.prompt_scorer import PromptScorer, ScoredSpan
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.request import Request
 from zinfer.batching.runner import PassRunner
@@ -34,16 +35,21 @@ from zinfer.scheduling.sequence import PENDING, SequenceState
 from zinfer.scheduling.sequence import Sequence as TokenSequence
 
 _MOST_NOTED_PASSES: Final = 1 << 18
+_PIECE_LOGITS: Final = 1 << 25
+"""Logits of a pass that scores prompts are computed in pieces of so many, 64 MB in 16 bits."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Drawing:
-    """The sequences that get a token in a pass, and these tokens, on the device, the host or the last stage."""
+    """The sequences that get a token in a pass, these tokens, on the device, the host or the last stage, and the spans
+    of prompts whose scores come with them.
+    """
 
     sequences: Sequence[TokenSequence]
     rows: Sequence[RunningRequest]
     result: Coming
     looks: Looked
+    scored: Sequence[ScoredSpan] = ()
 
 
 class Batcher:
@@ -121,8 +127,13 @@ class Batcher:
             PlanError: the cache could not hold it even alone.
         """
         params, ends, seed = request.params, request.end_token_ids, request.seed
-        background = request.is_background
-        sequence = TokenSequence(self._num_added, request.prompt_ids, params.most_new_tokens, is_background=background)
+        sequence = TokenSequence(
+            self._num_added,
+            request.prompt_ids,
+            max(params.most_new_tokens, 1),  # one that is dropped, if only the prompt is scored
+            num_to_score=0 if params.prompt_logprobs is None else len(request.prompt_ids) - 1,
+            is_background=request.is_background,
+        )
         self._scheduler.add(sequence)
         self._num_added += 1
         uniform_at, output_ids = partial(row_uniform, seed), sequence.output_ids
@@ -155,11 +166,11 @@ class Batcher:
         if self._lender is not None:
             self._lender.adjust(self._scheduler)
         scheduled = self._scheduler.schedule(order)
-        logits = None if scheduled is None else self._forward(scheduled)
+        computed = None if scheduled is None else self._forward(scheduled)
         is_due = len(self._drawn) == self._most_drawn or (scheduled is None and len(self._drawn) > 0)
         events = self._receive(self._drawn.popleft()) if is_due else []
-        if scheduled is not None and logits is not None:
-            self._drawn.append(self._draw(scheduled, logits))
+        if scheduled is not None and computed is not None:
+            self._drawn.append(self._draw(scheduled, *computed))
             self._scheduler.advance(scheduled)
         return events
 
@@ -203,8 +214,8 @@ class Batcher:
             self._lender.take_back()
         return self._budget.scheduler(self._window)
 
-    def _forward(self, scheduled: Pass) -> torch.Tensor:
-        """Launch a pass and return the logits of its samples."""
+    def _forward(self, scheduled: Pass) -> tuple[torch.Tensor, PromptScorer | None]:
+        """Launch a pass; returns the logits of its samples, and what scores prompts in it."""
         for sequence, pages in scheduled.swapped_out:
             self._cache.swap_out(sequence.number, pages)
         for sequence, pages in scheduled.swapped_in:
@@ -221,11 +232,16 @@ class Batcher:
         batch = self._builder.build(scheduled.chunks, pending, form)
         self.pass_sizes.append(scheduled.size)
         self.num_tokens += self.pass_sizes[-1].num_tokens
+        if scheduled.chunks.extra_logits:
+            scorer = PromptScorer(self._sampler, scheduled.chunks, self._running)
+            self._runner.run_in_pieces(batch, max(_PIECE_LOGITS // self._sampler.vocab_size, 1), scorer.take)
+            return scorer.sampled, scorer
         logits = self._runner.run(batch)
-        return logits if form is None else logits[: len(scheduled.chunks)]
+        return logits if form is None else logits[: len(scheduled.chunks)], None
 
-    def _draw(self, scheduled: Pass, logits: torch.Tensor) -> _Drawing:
+    def _draw(self, scheduled: Pass, logits: torch.Tensor, scorer: PromptScorer | None) -> _Drawing:
         """Draw the next tokens of the sequences that have not ended since the pass was scheduled."""
+        spans = scorer.spans if scorer is not None else ()
         running = SequenceState.RUNNING  # looking the enum up for each sequence is slow
         sampling = list(compress(scheduled.chunks.sequences, scheduled.chunks.samples))
         sequences = [sequence for sequence in sampling if sequence.state is running]
@@ -236,16 +252,17 @@ class Batcher:
             if matchers := [each.row.matcher for each in rows if each.row.matcher is not None]:
                 token_masks(matchers)  # finds the same ends as the last stage's
             found = self._tokens.expect()
-            return _Drawing(sequences, rows, found, found)
+            return _Drawing(sequences, rows, found, found, spans)
         if len(sequences) < len(sampling):
             places = [place for place, sequence in enumerate(sampling) if sequence.state is running]
             logits = logits[send(places, torch.int64, logits.device)]
-        drawn = self._sampler.draw(logits, [each.row for each in rows])
+        scores = scorer.scores if scorer is not None else ()
+        drawn = self._sampler.draw(logits, [each.row for each in rows], scores)
         looks = self._watch.take()
         if self._tokens is None:
-            return _Drawing(sequences, rows, drawn, looks)
+            return _Drawing(sequences, rows, drawn, looks, spans)
         shared = self._tokens.share(drawn, looks)
-        return _Drawing(sequences, rows, shared, shared)
+        return _Drawing(sequences, rows, shared, shared, spans)
 
     def _receive(self, drawn: _Drawing) -> list[Event]:
         """Take the tokens of an earlier pass; returns the requests they complete, and the tokens of others."""
@@ -268,6 +285,9 @@ class Batcher:
         for each, logprobs in zip(drawn.rows, sampled.logprobs, strict=True):
             if logprobs is not None:
                 each.logprobs.append(logprobs)
+        scores = iter(sampled.scores)
+        for span in drawn.scored:
+            span.request.add_scores(span.begin, islice(scores, span.end - span.begin))
         restarted = self._restart(broken)
         events: list[Event] = []
         for each in self._perhaps_complete(drawn, sampled.token_ids):
@@ -276,6 +296,7 @@ class Batcher:
                 if number not in restarted:
                     events.append(self._give_up(each))
             elif number in writing and (end := each.end()) is not None:
+                self.num_new_tokens -= not each.request.params.most_new_tokens
                 events.append(self._finish(each, *end))
         return [*self._new_tokens(drawn, broken), *events] if self._tells else events
 
@@ -284,7 +305,8 @@ class Batcher:
         for each in drawn.rows:
             number = each.sequence.number
             if each.request.detokenizer is not None and number in self._running and number not in broken:
-                yield each.request, Token(each.sequence.output_ids[-1], each.logprobs[-1] if each.logprobs else None)
+                output_ids, logprobs = each.sequence.output_ids, each.logprobs[-1] if each.logprobs else None
+                yield each.request, Token(output_ids[-1], logprobs, each.scores if len(output_ids) == 1 else None)
 
     def _perhaps_complete(self, drawn: _Drawing, token_ids: Sequence[int]) -> Sequence[RunningRequest]:
         """Return requests that may be complete. Keep the loop minimal: it runs per sequence per pass."""
@@ -327,6 +349,8 @@ class Batcher:
         self._matched.discard(sequence.number)
         if self._suspects.pop(sequence.number, None) is not None and not self._suspects:
             self._watch.stop()
+        if error is None and reason != "cancelled" and not each.is_well_scored:
+            reason, error = "error", not_finite(None)
         output_ids = sequence.output_ids[: -1 if sequence.output_ids[-1:] == [PENDING] else None]
         criteria = request.stop_criteria
         completion = Completion(
@@ -338,5 +362,6 @@ class Batcher:
             None if request.params.logprobs is None else tuple(each.logprobs),
             error,
             criteria.stop_reason(output_ids) if reason == "stop" and output_ids else None,
+            each.scores if error is None and reason != "cancelled" else None,
         )
         return request, completion

@@ -12,10 +12,11 @@ from zinfer.requests.logprobs import Logprobs
 
 
 class Token(NamedTuple):
-    """The next token of a request."""
+    """The next token of a request; the first one brings the log-probabilities of its prompt, if it asks for them."""
 
     token_id: int
     logprobs: Logprobs | None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 
 Event: TypeAlias = tuple[Request, Token | Completion]
@@ -87,7 +88,9 @@ def _delta(request: Request, found: Token | Completion) -> CompletionDelta:
     assert detokenizer is not None
     if isinstance(found, Token):
         own = None if found.logprobs is None else (found.logprobs,)
-        return CompletionDelta(*place, detokenizer.add(found.token_id), (found.token_id,), own)
+        text = detokenizer.add(found.token_id)
+        return CompletionDelta(*place, text, (found.token_id,), own, prompt_logprobs=found.prompt_logprobs)
     num_chars, num_tokens = detokenizer.num_chars, detokenizer.num_tokens
     rest = None if found.logprobs is None else found.logprobs[num_tokens:]
-    return CompletionDelta(*place, found.text[num_chars:], found.token_ids[num_tokens:], rest, found)
+    scores = None if num_tokens else found.prompt_logprobs
+    return CompletionDelta(*place, found.text[num_chars:], found.token_ids[num_tokens:], rest, found, scores)

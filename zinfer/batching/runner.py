@@ -1,12 +1,14 @@
 """Runs passes: a ragged batch through transformers' modules, with resident or streamed weights."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from zinfer.batching.adapters import patch_attention
 from zinfer.batching.attention import MASKED_NAME, NAME, PagedAttention, attending
+from zinfer.batching.head_pieces import HeadPieces, Take
 from zinfer.batching.parts import PartedLayers
 from zinfer.batching.ragged import Part, RaggedBatch
 from zinfer.engine.streamed_model import StreamedModel
@@ -89,6 +91,21 @@ class PassRunner:
         starts, contexts, pages = part.layout.query_starts, part.layout.context_lengths, part.layout.page_table
         numbers = batch.input_ids, batch.position_ids, batch.wanted, part.places, starts, contexts, pages
         return self._call(lambda: graphs.call(self._single, *numbers, part.layout.most_context))
+
+    def run_in_pieces(self, batch: RaggedBatch, most: int, take: Take) -> None:
+        """Run a pass whose logits may not fit the memory at once; arguments as for `HeadPieces.run`.
+
+        A stage without the head hands over nothing.
+        """
+        self.num_passes += 1
+        if self.model.stages is not None and not self.model.stages.stage.is_last:
+            self._call(lambda: self._forward(batch))
+            return
+
+        def forward(wanted: torch.Tensor) -> torch.Tensor:
+            return self._forward(replace(batch, wanted=wanted))
+
+        self._call(lambda: HeadPieces(self.model).run(forward, batch.wanted, most, take))
 
     def close(self) -> None:
         """Undo the patches."""

@@ -1,5 +1,6 @@
 """A request under way: its sequence, the sampler's view of it, and where it ends."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from zinfer.batching.request import Request
@@ -10,12 +11,38 @@ from zinfer.scheduling.sequence import Sequence
 
 @dataclass
 class RunningRequest:
-    """A request under way."""
+    """A request under way.
+
+    Attributes:
+        logprobs: of its tokens so far.
+        prompt_logprobs: by position in the prompt, None where they are not known; None if nobody asks for them.
+    """
 
     request: Request
     sequence: Sequence
     row: Row
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.sequence.prompt_ids)
+
+    def add_scores(self, begin: int, found: Iterable[Logprobs | None]) -> None:
+        """Note the log-probabilities of the prompt's tokens from position ``begin`` on."""
+        assert self.prompt_logprobs is not None
+        for position, each in enumerate(found, begin):
+            self.prompt_logprobs[position] = each
+
+    @property
+    def scores(self) -> tuple[Logprobs | None, ...] | None:
+        """The log-probabilities of all tokens of the prompt, if they were asked for; None for the first token."""
+        return None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
+
+    @property
+    def is_well_scored(self) -> bool:
+        """Whether the prompt's tokens all have log-probabilities; not if logits were no finite numbers."""
+        return self.prompt_logprobs is None or None not in self.prompt_logprobs[1:]
 
     def end(self) -> tuple[str, str | None] | None:
         """Return the finish reason, and the error if any, if the sequence ends with its last token; else None.
@@ -25,6 +52,10 @@ class RunningRequest:
         """
         output_ids, matcher = self.sequence.output_ids, self.row.matcher
         reason = None
+        if not self.request.params.most_new_tokens:  # only the prompt's scores are wanted
+            output_ids.clear()
+            self.logprobs.clear()
+            return "length", None
         if matcher is None or not matcher.is_over:
             reason = self.request.stop_criteria.reason(output_ids)
             if matcher is not None and reason != "stop":

@@ -6,8 +6,8 @@ instead of another block's bytes. `state_dict()` loads blocks one by one and cop
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, TypeAlias
 
@@ -74,6 +74,7 @@ class StreamingHooks:
         self._patches = ModulePatches()
         self._handles: list[RemovableHandle] = []
         self._in_pass = False
+        self._kept: set[int] = set()  # blocks that stay bound
         self._copies: dict[tuple[str, str], torch.Tensor] = {}  # of the last block read, still to be asked for
         self.passes = 0
         self.copying_s = 0.0
@@ -115,8 +116,21 @@ class StreamingHooks:
         if self._streamer is not None:
             self._copies.clear()
             for block in self._streamer.held():
-                self._unbind(self._blocks[block.index])
-            self._streamer.release_all()
+                if block.index not in self._kept:
+                    self._unbind(self._blocks[block.index])
+            self._streamer.release_all(self._kept)
+
+    @contextmanager
+    def keeping(self, module: nn.Module) -> Iterator[None]:
+        """Keep the block of a module bound from its next use on, so that several uses stream it once."""
+        inside = set(module.modules())
+        blocks = [each for each in self._blocks if any(binding.module in inside for binding in each.bindings)]
+        self._kept |= {each.block.index for each in blocks}
+        try:
+            yield
+        finally:
+            self._kept.clear()
+            self.settle()
 
     def remove(self) -> None:
         """Remove the hooks and replace every parameter by its placeholder; the slabs may be freed after."""
@@ -187,7 +201,8 @@ class StreamingHooks:
         assert streamer is not None, f"block {block.block.name} is not resident and nothing streams it"
 
         def load_block(site: nn.Module, args: object) -> None:
-            if self._cuts is None or not self._cuts.is_capturing:
+            is_kept = block.block.index in self._kept and streamer.holds(block.block)
+            if not is_kept and (self._cuts is None or not self._cuts.is_capturing):
                 deliver_pending()
                 deferred(lambda: self._bind(block, streamer.wait(block.block)))
 
@@ -198,7 +213,8 @@ class StreamingHooks:
         assert streamer is not None
 
         def release_block(site: nn.Module, args: object, output: object) -> None:
-            if streamer.holds(block.block):  # not after a failed wait, nor during capture
+            is_kept = block.block.index in self._kept
+            if not is_kept and streamer.holds(block.block):  # not after a failed wait, nor during capture
                 deferred(partial(self._release, block, streamer))
 
         return release_block

@@ -181,6 +181,10 @@ class Runtime:
         """Release the blocks that a failed call still holds."""
         self._hooks.settle()
 
+    def keeping(self, module: nn.Module) -> AbstractContextManager[None]:
+        """As `StreamingHooks.keeping`."""
+        return self._hooks.keeping(module)
+
     def resume(self) -> None:
         """Note that a call begins."""
         if self._streamer is not None:

@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from socket import gethostname
 from typing import Any
 
@@ -180,6 +180,10 @@ class StreamedModel:
                 if self._divided is not None:  # the others would wait for this rank's part
                     self._divided.fail(failure)
                 raise
+
+    def keeping(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Keep a module's block on the device from its next use on, within `call`; it streams once for several uses."""
+        return self._running().keeping(module)
 
     def agree(self, what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Check, if ranks divide each layer, that all of them make the same call; within `call`.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
@@ -24,13 +24,9 @@ from zinfer.jobs.token_rows import padded
 from zinfer.model.context_length import is_encoder_decoder
 from zinfer.requests.completion import Completion, not_finite, text_seed
 from zinfer.requests.logprobs import Logprobs
+from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import StopCriteria, find_end_token_ids
 from zinfer.sampling.sampler import Row, Sampler, row_uniform
-
-_NO_GRAMMARS: Final = (
-    "structured_outputs need continuous batching, which this model does not support; leave them out, or use another "
-    "model"
-)
 
 
 class PaddedCompleter(Completer):
@@ -60,11 +56,11 @@ class PaddedCompleter(Completer):
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, tuple[Completion, ...]], None, None]:
         """See `Completer.complete`."""
+        problems = {id(prompt): problem for prompt in prompts if (problem := _problem(prompt.params)) is not None}
         for prompt in prompts:
-            if prompt.params.structured_outputs is not None:
-                yield prompt, tuple(Completion.failed(0, sample, _NO_GRAMMARS) for sample in range(prompt.params.n))
-        prompts = [prompt for prompt in prompts if prompt.params.structured_outputs is None]
-        for part in fitting_parts(prompts, self._max_tokens):
+            if (problem := problems.get(id(prompt))) is not None:
+                yield prompt, tuple(Completion.failed(0, sample, problem) for sample in range(prompt.params.n))
+        for part in fitting_parts([each for each in prompts if id(each) not in problems], self._max_tokens):
             if not any(id(each) in wanted for each in part):
                 continue
             completions = complete(self._engine, part, self._tokenizer, self._count)
@@ -239,6 +235,14 @@ def fitting_parts(prompts: Sequence[Prompt], max_tokens: int | None) -> list[tup
             num_prompt, num_new = len(prompt.token_ids), prompt.max_new_tokens
         parts[-1].append(prompt)
     return [tuple(part) for part in parts]
+
+
+def _problem(params: SamplingParams) -> str | None:
+    """Return what of a row's params a padded batch cannot do."""
+    needing = {"structured_outputs": params.structured_outputs, "prompt_logprobs": params.prompt_logprobs}
+    if (name := next((name for name, value in needing.items() if value is not None), None)) is None:
+        return None
+    return f"{name} need continuous batching, which this model does not support; leave them out, or use another model"
 
 
 def _pad_token_id(generation_config: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> int:

@@ -41,7 +41,7 @@ class Prompt:
 
     @property
     def max_new_tokens(self) -> int:
-        return self.row.params.most_new_tokens
+        return max(self.row.params.most_new_tokens, 1)  # one is computed for a prompt that is only scored
 
 
 class PromptReader:

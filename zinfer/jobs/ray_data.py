@@ -21,15 +21,14 @@ from zinfer.requests.completion import Completion
 from zinfer.requests.prompt_encoder import PromptEncoder, find_tokenizer
 
 _ID: Final = "id"
+_LOGPROBS: Final = pa.list_(pa.struct([("logprob", pa.float64()), ("top", pa.list_(pa.list_(pa.float64())))]))
 _OUTPUT: Final = (
     pa.field("text", pa.string()),
     pa.field("token_ids", pa.list_(pa.int64())),
     pa.field("finish_reason", pa.string()),
     pa.field("stop_reason", pa.string()),
-    pa.field(
-        "logprobs",
-        pa.list_(pa.struct([("logprob", pa.float64()), ("top", pa.list_(pa.list_(pa.float64())))])),
-    ),
+    pa.field("logprobs", _LOGPROBS),
+    pa.field("prompt_logprobs", _LOGPROBS),
 )
 _COLUMNS: Final = (
     *_OUTPUT,
@@ -48,8 +47,8 @@ class LLMPredictor:
     `zinfer.SamplingParams`; null is as good as no field. The output has the rows in the order of the input, with
     ``id`` if there is one, the columns of ``keep``, and:
 
-    * ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` (as a string) and ``logprobs``; for a row with ``n``
-      above 1 they are null, and ``outputs`` is a list of them;
+    * ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` (as a string), ``logprobs``, ``prompt_logprobs``;
+      for a row with ``n`` above 1 they are null, and ``outputs`` is a list of them;
     * ``num_prompt_tokens`` and ``num_output_tokens``;
     * ``error``: why the row could not be used or computed; null if there was no error. It fails no other row.
 

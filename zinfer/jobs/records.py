@@ -146,6 +146,8 @@ def _output(completion: Completion) -> dict[str, Any]:
     }
     if completion.logprobs is not None:
         found["logprobs"] = [_logprobs(each) for each in completion.logprobs]
+    if completion.prompt_logprobs is not None:
+        found["prompt_logprobs"] = [None if each is None else _logprobs(each) for each in completion.prompt_logprobs]
     return found
 
 

@@ -30,6 +30,7 @@ class Completion:
         finish_reason: "stop" (an end token or a stop string), "length", "error", or "cancelled" with a partial result.
         logprobs: for each token, if requested.
         error: error message; None if there was no error.
+        prompt_logprobs: for each token of the prompt, if requested; None for the first one.
         stop_reason: the member of ``stop`` or ``stop_token_ids`` that ended it; None if something else did, such as an
             end token of the model.
     """
@@ -42,6 +43,7 @@ class Completion:
     logprobs: tuple[Logprobs, ...] | None = None
     error: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     @classmethod
     def failed(cls, prompt_index: int, sample_index: int, error: str) -> Self:
@@ -60,6 +62,7 @@ class CompletionDelta:
         token_ids: new tokens; one, except in the last delta.
         logprobs: for these tokens, if requested.
         completion: the whole completion in the last delta; None in others.
+        prompt_logprobs: in the first delta, as in `Completion`.
     """
 
     prompt_index: int
@@ -68,6 +71,7 @@ class CompletionDelta:
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] | None = None
     completion: Completion | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     @classmethod
     def refused(cls, completion: Completion) -> Self:

@@ -55,7 +55,7 @@ class SamplingParams:
 
     vLLM's names ``max_tokens`` and ``min_tokens`` are accepted too, and can be read.
 
-    max_new_tokens: None: 128, or fewer if the model's context leaves less.
+    max_new_tokens: 0: only with prompt_logprobs; None: 128, or fewer if the model's context leaves less.
     min_new_tokens: minimum number of tokens before the output can end.
     temperature: 0 is greedy. top_k (0 and -1: off), top_p (1: off), min_p (0: off): filters of the candidates.
     repetition_penalty: for tokens in prompt and output (1: off); presence_penalty, frequency_penalty: in the output.
@@ -65,10 +65,11 @@ class SamplingParams:
     stop: texts; stop_token_ids: tokens besides the model's end tokens. ignore_eos: the model's end tokens do not stop.
     include_stop_str_in_output: keep the stop string or token in the text. skip_special_tokens: omit special tokens.
     n: number of outputs. logprobs: number of alternatives returned for each token; 0: only the chosen token's
-    log-probability; None: nothing. seed: seed of this request's random stream; None: the caller chooses.
+    log-probability; None: nothing. prompt_logprobs: the same for the prompt's tokens.
+    seed: seed of this request's random stream; None: the caller chooses.
     """
 
-    max_new_tokens: Annotated[int | None, Field(ge=1, description="a whole number of at least 1")] = None
+    max_new_tokens: Annotated[int | None, Field(ge=0, description="a whole number of at least 1")] = None
     min_new_tokens: Annotated[int, Field(ge=0, description="a whole number of at least 0")] = 0
     temperature: Annotated[
         float, Field(ge=0, allow_inf_nan=False, description="a finite number of at least 0 (0: greedy)")
@@ -101,10 +102,14 @@ class SamplingParams:
     skip_special_tokens: _Switch = True
     n: Annotated[int, Field(ge=1, le=MAX_N, description=f"a whole number from 1 to {MAX_N}")] = 1
     logprobs: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = None
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="a whole number from 0 to 2**64 - 1")] = None
 
     @model_validator(mode="after")
     def _check_together(self) -> "SamplingParams":
+        if self.max_new_tokens == 0 and self.prompt_logprobs is None:
+            remedy = "0 goes with prompt_logprobs alone"
+            raise ValueError(f"max_new_tokens must be a whole number of at least 1, not 0; {remedy}")
         if self.min_new_tokens > self.most_new_tokens:
             most = f"at most max_new_tokens, which is {self.most_new_tokens}"
             raise ValueError(f"min_new_tokens must be {most}, not {self.min_new_tokens}")

@@ -6,8 +6,7 @@ tokens and stop strings.
 """
 
 import hashlib
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,9 +16,10 @@ from zinfer.requests.bad_words import last_ids
 from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.async_copy import DeviceToHostCopy, send
-from zinfer.sampling.filters import draw, fixed_point, kind_of, ratios_of, unit_of
+from zinfer.sampling.filters import draw, kind_of
 from zinfer.sampling.penalties import Penalty, add_biases, forbid, keep_masked, keep_only, penalize
 from zinfer.sampling.structure import StructureMatcher, token_masks
+from zinfer.sampling.weighed import Weighed
 
 # Sampling rows that are not plainly greedy takes up to about a hundred bytes per logit (float64 and int64 copies, a
 # sort's buffers), so a batch is sampled in parts of at most this many logits, or one row.
@@ -56,11 +56,13 @@ class Sampled:
 
     token_ids: `BROKEN` for a broken row. logprobs: None if the row did not ask for them, or is broken.
     broken: rows whose logits hold NaN or +inf, or nothing finite before or after biases and penalties.
+    scores: of the tokens that were given rather than drawn, in order; None where logits are not finite.
     """
 
     token_ids: list[int]
     logprobs: list[Logprobs | None]
     broken: tuple[int, ...]
+    scores: Sequence[Logprobs | None] = ()
 
 
 def row_uniform(seed: int, step: int) -> float:
@@ -76,24 +78,34 @@ def row_uniform(seed: int, step: int) -> float:
 class Drawn:
     """The tokens drawn for one batch, on the device, while they are copied to the host.
 
-    ``token_ids`` is [rows] int64 on the device, `BROKEN` for a broken row.
+    Args:
+        token_ids: [rows] int64 on the device, `BROKEN` for a broken row.
+        weighed: of rows that ask for logprobs, with their indices.
+        scores: of tokens that were not drawn.
     """
 
-    def __init__(self, token_ids: torch.Tensor, weighed: Sequence["_Weighed"]) -> None:
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        weighed: Sequence[tuple[Sequence[int], Weighed]] = (),
+        scores: Sequence[Weighed] = (),
+    ) -> None:
         self.token_ids = token_ids
-        self._weighed = weighed
-        self._copy = DeviceToHostCopy([token_ids, *(tensor for each in weighed for tensor in each.tensors)])
+        self._weighed, self._scores = weighed, scores
+        several = [*(each for _, each in weighed), *scores]
+        self._copy = DeviceToHostCopy([token_ids, *(tensor for each in several for tensor in each.tensors)])
 
     def take(self) -> Sampled:
         """Wait for the copy and return the result."""
         token_ids, *rest = self._copy.take()
         ids: list[int] = token_ids.tolist()
+        on_host = iter(rest)
         logprobs: list[Logprobs | None] = [None] * len(ids)
-        for each in self._weighed:
-            own, rest = rest[: len(each.tensors)], rest[len(each.tensors) :]
-            for row, found in each.logprobs(own):
+        for rows, each in self._weighed:
+            for row, found in zip(rows, each.logprobs(on_host), strict=True):
                 logprobs[row] = found if ids[row] != BROKEN else None
-        return Sampled(ids, logprobs, tuple(row for row, token_id in enumerate(ids) if token_id == BROKEN))
+        scores = [found for each in self._scores for found in each.logprobs(on_host)]
+        return Sampled(ids, logprobs, tuple(row for row, token_id in enumerate(ids) if token_id == BROKEN), scores)
 
 
 class Sampler:
@@ -104,34 +116,48 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
 
-    def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> Drawn:
+    def draw(self, logits: torch.Tensor, rows: Sequence[Row], scores: Sequence[Weighed] = ()) -> Drawn:
         """Draw each row's token without waiting for the device.
 
         logits: [rows, vocab_size or more], float32 or shorter, not changed; columns beyond `vocab_size` are padding.
+        scores: of `score`, to be copied to the host too.
         """
-        assert logits.device.type == self.device.type
-        assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        assert logits.ndim == 2
+        logits_RV = self._checked(logits)
         assert logits.shape[0] == len(rows)
-        assert logits.shape[1] >= self.vocab_size
-        logits_RV = logits[:, : self.vocab_size]
         if all(map(_is_plain, [row for row in rows if not row.params.is_plain])):
             peak_R, best_R = logits_RV.max(dim=1)
-            return Drawn(torch.where(peak_R.isfinite(), best_R, BROKEN), [])
+            return Drawn(torch.where(peak_R.isfinite(), best_R, BROKEN), scores=scores)
         num_at_once = max(1, _PART_LOGITS // self.vocab_size)
         chosen: list[torch.Tensor] = []
-        weighed: list[_Weighed] = []
+        weighed: list[tuple[Sequence[int], Weighed]] = []
         for start in range(0, len(rows), num_at_once):
             part = slice(start, start + num_at_once)
             chosen.append(_choose(logits_RV[part], rows[part]))
-            if any(row.params.logprobs is not None for row in rows[part]):
-                weighed.append(_Weighed.of(logits_RV[part], rows[part], chosen[-1], start))
+            if asking := [i for i, row in enumerate(rows[part]) if row.params.logprobs is not None]:
+                places = send(asking, torch.int64, logits.device)
+                nums_top = [rows[start + i].params.logprobs or 0 for i in asking]
+                own = Weighed.of(logits_RV[part][places], chosen[-1][places], nums_top)
+                weighed.append(([start + i for i in asking], own))
         nothing = torch.empty(0, dtype=torch.int64, device=logits.device)
-        return Drawn(torch.cat([nothing, *chosen]), weighed)
+        return Drawn(torch.cat([nothing, *chosen]), weighed, scores)
+
+    def score(self, logits: torch.Tensor, token_ids: Sequence[int], nums_top: Sequence[int]) -> list[Weighed]:
+        """Weigh given tokens, and the ``nums_top`` most likely ones, by logits as for `draw`; for `draw` to copy."""
+        logits_RV, given_R = self._checked(logits), send(token_ids, torch.int64, logits.device)
+        num_at_once = max(1, _PART_LOGITS // self.vocab_size)
+        parts = [slice(start, start + num_at_once) for start in range(0, len(token_ids), num_at_once)]
+        return [Weighed.of(logits_RV[part], given_R[part], nums_top[part]) for part in parts]
 
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
         """As `draw`, but waits until the tokens are on the host."""
         return self.draw(logits, rows).take()
+
+    def _checked(self, logits: torch.Tensor) -> torch.Tensor:
+        assert logits.device.type == self.device.type
+        assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        assert logits.ndim == 2
+        assert logits.shape[1] >= self.vocab_size
+        return logits[:, : self.vocab_size]
 
 
 def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -177,54 +203,6 @@ def _forbidden(row: Row) -> set[int]:
     """Return the tokens that would complete a bad word, and end tokens while the row is below its minimum length."""
     ends = (*row.end_token_ids, *row.params.stop_token_ids) if _is_too_short(row) else ()
     return {*ends, *last_ids(row.bad_word_ids, row.output_ids)}
-
-
-@dataclass(frozen=True, eq=False)
-class _Weighed:
-    """The values from which the host computes log-probabilities of some rows; sums are integers (see filters).
-
-    rows: index of each row, and how many of its most likely tokens it asks for.
-    tensors: on the device, for each row its maximum logit, the sum of likelihoods relative to it, and the logit of the
-        chosen token; then ids [rows, most] and logits of the most likely tokens.
-    """
-
-    rows: Sequence[tuple[int, int]]
-    vocab_size: int
-    tensors: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def of(cls, raw_RV: torch.Tensor, rows: Sequence[Row], token_ids_R: torch.Tensor, first: int) -> "_Weighed":
-        """Make the values for the rows that ask for logprobs; ``first`` is the index of ``rows[0]`` in the batch."""
-        asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        vocab_size = raw_RV.shape[1]
-        num_top = [min(rows[i].params.logprobs or 0, vocab_size) for i in asking]
-        places = send(asking, torch.int64, raw_RV.device)
-        logits_RV = raw_RV[places].float()
-        peak_R = logits_RV.amax(dim=1)
-        totals_R = fixed_point(ratios_of(logits_RV, peak_R)).sum(dim=1)
-        chosen_R = logits_RV.gather(1, token_ids_R[places].clamp(min=0)[:, None])[:, 0]
-        top = _most_likely(logits_RV, max(num_top))
-        numbers = [(first + i, num) for i, num in zip(asking, num_top, strict=True)]
-        return cls(numbers, vocab_size, (peak_R, totals_R, chosen_R, *top))
-
-    def logprobs(self, on_host: Sequence[torch.Tensor]) -> Iterator[tuple[int, Logprobs | None]]:
-        """Yield log-probabilities by row, from `tensors` on the host; None for rows with non-finite logits."""
-        for (row, num), peak, total, chosen, ids, top in zip(
-            self.rows, *(tensor.tolist() for tensor in on_host), strict=True
-        ):
-            if not math.isfinite(peak):
-                yield row, None
-                continue
-            below = math.log(total / unit_of(self.vocab_size)) + peak
-            yield row, Logprobs(chosen - below, ids[:num], [value - below for value in top[:num]])
-
-
-def _most_likely(logits_RV: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and logits of each row's `num` largest logits; sorts, because torch.topk breaks ties arbitrarily."""
-    if not num:
-        return logits_RV[:, :0].long(), logits_RV[:, :0]
-    ordered_RV, order_RV = torch.sort(logits_RV, dim=1, descending=True, stable=True)
-    return order_RV[:, :num], ordered_RV[:, :num]
 
 
 def _is_plain(row: Row) -> bool:

@@ -79,10 +79,10 @@ class PagePool:
     def find(self, sequence: Sequence) -> None:
         """Give a sequence that holds no pages those of the prefix cache that hold its prefix.
 
-        They never include the last token, which must be computed for its logits.
+        They never include the last token, nor others that must be computed for their logits.
         """
         assert not sequence.pages
-        for index in range((sequence.num_tokens - 1) // self.page_size):
+        for index in range(sequence.most_shared // self.page_size):
             [tokens] = self._tokens(sequence, index, index + 1)
             found = self._found.get((sequence.prefix, tokens))
             if found is None:

@@ -169,6 +169,8 @@ class Scheduler:
             if sequence.state is not running:
                 continue
             sequence.num_computed = end
+            if sequence.num_to_score:
+                sequence.num_scored = max(sequence.num_scored, min(end, sequence.num_to_score))
             if window is not None:
                 self.pool.drop_before(sequence, first_needed(end, window))
             if samples:
@@ -295,13 +297,13 @@ class Scheduler:
 
         Returns the tokens taken; ``most_tokens`` if there was no page, so that nothing else is admitted.
         """
-        begin, num_tokens = prompt.num_computed, prompt.num_tokens
-        end = min(num_tokens, begin + most_tokens)
+        begin = prompt.num_computed
+        end = min(prompt.num_tokens, begin + most_tokens)
         if end > len(prompt.pages) * self.pool.page_size:
             end = self._extend(prompt, end, new_pass)
         if end == begin:
             return most_tokens
-        new_pass.chunks.append(Chunk(prompt, begin, end, end == num_tokens))
+        new_pass.chunks.append(_chunk(prompt, begin, end))
         self._allocator.publish(prompt, end)
         return end - begin
 
@@ -339,6 +341,12 @@ class Scheduler:
         sequence.num_computed = begin
         sequence.state = SequenceState.RUNNING
         self._running.add(sequence)
-        new_pass.chunks.append(Chunk(sequence, begin, end, end == sequence.num_tokens))
+        new_pass.chunks.append(_chunk(sequence, begin, end))
         self._allocator.publish(sequence, end)
         return True
+
+
+def _chunk(sequence: Sequence, begin: int, end: int) -> Chunk:
+    """Return a chunk with the logits that its tokens have to get; tokens to score all come before the first sample."""
+    num_extra_logits = max(min(end, sequence.num_to_score) - max(begin, sequence.num_scored), 0)
+    return Chunk(sequence, begin, end, end == sequence.num_tokens, num_extra_logits)

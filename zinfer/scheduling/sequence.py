@@ -44,6 +44,9 @@ class Sequence:
         prefix: the pool's name for all tokens up to the end of the last named page.
         num_named: number of pages, from the first on, that ``prefix`` covers.
         shares: whether it shares pages through the prefix cache.
+        num_to_score: number of tokens, from the first on, that get logits besides those that are sampled; all but the
+            last of the prompt, or 0.
+        num_scored: number of these whose pass was launched.
         is_background: whether it gives way to sequences that are not.
         state: its state.
 
@@ -62,6 +65,8 @@ class Sequence:
     prefix: int = 0
     num_named: int = 0
     shares: bool = True
+    num_to_score: int = 0
+    num_scored: int = 0
     is_background: bool = False
     state: SequenceState = SequenceState.WAITING
 
@@ -76,6 +81,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Number of tokens of prompt and output so far."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def most_shared(self) -> int:
+        """Number of tokens, from the first on, that need not be computed if pages hold their keys and values."""
+        return self.num_tokens - 1 if self.num_scored >= self.num_to_score else self.num_scored
 
     @property
     def is_awaited(self) -> bool:

@@ -67,7 +67,8 @@ class Workload:
 
     Args:
         page_size: tokens of a page.
-        shares: whether sequences with a common prefix share pages; only those with ``Sequence.shares`` do.
+        shares: whether sequences with a common prefix share pages; only those with ``Sequence.shares`` and
+            without tokens to score do.
     """
 
     def __init__(self, page_size: int, *, shares: bool = True) -> None:
@@ -87,7 +88,7 @@ class Workload:
     def add(self, sequence: Sequence, num_pages: int) -> None:
         """Count a sequence that needs ``num_pages`` when it runs alone."""
         self._change(sequence, num_pages, 1)
-        if self._shares and sequence.shares:
+        if self._shares and sequence.shares and not sequence.num_to_score:
             self._prefixes.add(sequence.number, sequence.prompt_ids)
 
     def remove(self, sequence: Sequence, num_pages: int) -> None:
