@@ -11,8 +11,9 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
-from guide_blocks import GUIDE, blocks_of
+from guide_blocks import GUIDE, ROOT, blocks_of
 from jobs_support import letters_model
+from prometheus_client.parser import text_string_to_metric_families
 from serve_support import KEY, Server, serving
 
 from zinfer import LLM, SamplingParams
@@ -163,14 +164,14 @@ def test_forty_clients_at_once_get_the_texts_alone(server: Server, alone: dict[s
 def test_a_client_that_leaves_ends_its_request(server: Server, streams: bool) -> None:
     body = {"prompt": ["ab"] * 40, "max_tokens": 120, "ignore_eos": True, "stream": streams}
     with server.http() as http:
-        before = _passes(http)
+        before = _passes(server)
         with pytest.raises(httpx.ReadTimeout):
             _read_all(http, body, timeout=0.3)
         deadline = time.monotonic() + 20
         while server.load()["sequences_under_way"]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert _passes(http) < before + 118
+        assert _passes(server) < before + 118
 
 
 def test_too_many_sequences_are_refused_with_429(client: openai.OpenAI) -> None:
@@ -239,21 +240,76 @@ def test_the_guides_client_gets_an_answer(server: Server, capsys: pytest.Capture
     assert capsys.readouterr().out.strip()
 
 
-def test_metrics_have_vllms_names(server: Server, client: openai.OpenAI) -> None:
-    client.completions.create(model="letters", prompt="a", max_tokens=3)
+def test_metrics_have_vllms_names_and_count(server: Server, client: openai.OpenAI) -> None:
+    before = _metrics(server)
+    client.completions.create(model="letters", prompt="abc", max_tokens=3, n=2, extra_body={"ignore_eos": True})
+    time.sleep(1.2)  # replicas report once a second
+    after = _metrics(server)
+
+    def grown(name: str, **labels: str) -> float:
+        return sum(_values(after, name, labels)) - sum(_values(before, name, labels))
+
+    assert [grown(f"vllm:{name}_tokens_total", engine="0") for name in ("prompt", "generation")] == [3, 6]
+    assert grown("vllm:time_to_first_token_seconds_count") == 2
+    assert grown("vllm:inter_token_latency_seconds_count") == 4
+    assert grown("vllm:e2e_request_latency_seconds_count") == 1
+    assert grown("vllm:request_success_total", finished_reason="length") == 2
+    assert grown("vllm:request_generation_tokens_sum") == 6
+    assert grown("zinfer:generated_tokens_total", replica="0") >= 6
+    assert grown("zinfer:computed_tokens_total") >= 3
+    passes = grown("zinfer:pass_seconds_count")
+    assert passes >= 3
+    assert passes == grown("vllm:iteration_tokens_total_bucket", le="+Inf")
+    assert grown("zinfer:pass_seconds_sum") > 0
+    assert _values(after, "vllm:num_requests_running", {}) == _values(after, "vllm:num_requests_waiting", {}) == [0]
+    assert (
+        _values(after, "zinfer:kv_pages", {"state": "all"})[0] > _values(after, "zinfer:kv_pages", {"state": "used"})[0]
+    )
+    assert _values(after, "zinfer:stall_seconds_total", {"cause": "link"}) == [0]
+
+
+def test_load_tells_what_each_replica_does(server: Server) -> None:
+    found: Any = server.load()
+    assert found["sequences_under_way"] == 0
+    (replica,) = found["replicas"]
+    assert replica["is_ready"]
+    assert replica["waiting_sequences"] == replica["background_sequences"] == replica["running_sequences"] == 0
+    engine = replica["engine"]
+    assert engine["blocks"]["DEVICE"] > 0
+    assert engine["memory_bytes"]["device"] > 0
+    assert sum(engine["pass_seconds"]["counts"]) == sum(engine["pass_tokens"]["counts"]) > 0
     with server.http() as http:
-        text = http.get("/metrics").text
         assert (http.get("/health").json(), http.get("/ready").status_code) == ({"status": "ok"}, 200)
-    for name in ("num_requests_running", "num_requests_waiting", "time_to_first_token_seconds_count"):
-        assert f'vllm:{name}{{model_name="letters"}}' in text
-    assert 'vllm:request_success_total{finished_reason="length",model_name="letters"}' in text
-    assert 'zinfer_passes_total{model_name="letters",replica="0"}' in text
 
 
-def _passes(http: httpx.Client) -> float:
+def test_the_dashboard_shows_metrics_that_there_are(server: Server) -> None:
+    with server.http() as http:
+        shown = set(re.findall(r"(?m)^((?:vllm|zinfer):\w+)[{ ]", http.get("/metrics").text))
+    dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    asked = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", []))
+    named = set(re.findall(r"(?:vllm|zinfer):\w+", asked))
+    of_batches = {"zinfer:batch_rows", "zinfer:unfinished_batches"}  # with --files
+    assert named - shown == of_batches
+    kinds = {re.sub("_(bucket|sum|count|created)$", "", each) for each in shown if not each.endswith("_created")}
+    assert {each for each in kinds if not any(name.startswith(each) for name in named)} == set()
+
+
+def _metrics(server: Server) -> list[Any]:
+    with server.http() as http:
+        return list(text_string_to_metric_families(http.get("/metrics").text))
+
+
+def _values(families: list[Any], name: str, labels: dict[str, str]) -> list[float]:
+    """The values of the samples of this name that have these labels."""
+    samples = (sample for family in families for sample in family.samples)
+    found = [each.value for each in samples if each.name == name and labels.items() <= each.labels.items()]
+    assert found, name
+    return found
+
+
+def _passes(server: Server) -> float:
     time.sleep(1.1)  # replicas report once a second
-    line = next(each for each in http.get("/metrics").text.splitlines() if each.startswith("zinfer_passes_total"))
-    return float(line.split()[-1])
+    return _values(_metrics(server), "zinfer:pass_seconds_count", {})[0]
 
 
 def _read_all(http: httpx.Client, body: dict[str, Any], timeout: float) -> None:

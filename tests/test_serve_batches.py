@@ -91,7 +91,7 @@ def test_the_guides_batch(
     assert json.loads(capsys.readouterr().out)["custom_id"] == "one"
 
 
-def test_chats_are_answered_while_a_batch_runs(client: openai.OpenAI, model: Path) -> None:
+def test_chats_are_answered_while_a_batch_runs(server: Server, client: openai.OpenAI) -> None:
     rows = [text(f"row-{number}", prompt="ab" * 20, max_tokens=20 + number % 60, **ENDLESS) for number in range(200)]
     name = begin(client, rows)
     while client.batches.retrieve(name).request_counts.completed == 0:
@@ -99,6 +99,13 @@ def test_chats_are_answered_while_a_batch_runs(client: openai.OpenAI, model: Pat
     answer = client.chat.completions.create(model="letters", messages=HI, max_tokens=20, extra_body=ENDLESS)
     batch = client.batches.retrieve(name)
     assert batch.status == "in_progress", "the chat did not wait for the batch"
+    with server.http() as http:
+        metrics = http.get("/metrics").text
+    assert 'zinfer:batch_rows{model_name="letters",state="total"} 200.0' in metrics
+    assert 'zinfer:unfinished_batches{model_name="letters"} 1.0' in metrics
+    (replica,) = server.load()["replicas"]  # type: ignore[misc]
+    assert 0 < replica["background_sequences"] <= 200
+    assert replica["waiting_sequences"] == 0
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 20
     assert client.batches.cancel(name).status == "cancelling"

@@ -13,6 +13,7 @@ import torch
 from zinfer.batching.decode_bucket import find_form
 from zinfer.batching.handle import Event, Token
 from zinfer.batching.page_lender import IdlePageLender
+from zinfer.batching.pass_meter import PassMeter
 from zinfer.batching.prompt_scorer import PromptScorer, ScoredSpan
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.request import Request
@@ -63,6 +64,7 @@ class Batcher:
         pass_sizes: of the passes since `begin`, limited to the last ones.
         pass_ends_s: when the tokens of each pass were on the host (`time.perf_counter`), without the pass under way.
         received_ids: the tokens taken last, of the pass before.
+        meter: of all passes.
 
     Args:
         runner: runs the passes.
@@ -111,6 +113,7 @@ class Batcher:
         self.pass_sizes: list[PassSize] = []
         self.pass_ends_s: list[float] = []
         self.received_ids: Sequence[int] = ()
+        self.meter = PassMeter()
 
     def begin(self) -> None:
         """Forget the passes so far; no request may be unfinished."""
@@ -180,6 +183,16 @@ class Batcher:
         return self._scheduler.num_running
 
     @property
+    def num_background(self) -> int:
+        """Those of them in the background."""
+        return self._scheduler.num_background
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages that sequences hold."""
+        return self._scheduler.pool.num_used
+
+    @property
     def num_swapped_pages(self) -> int:
         """Pages of preempted sequences."""
         return self._scheduler.num_swapped_pages
@@ -216,6 +229,8 @@ class Batcher:
 
     def _forward(self, scheduled: Pass) -> tuple[torch.Tensor, PromptScorer | None]:
         """Launch a pass; returns the logits of its samples, and what scores prompts in it."""
+        if not self._drawn:
+            self.meter.begin()
         for sequence, pages in scheduled.swapped_out:
             self._cache.swap_out(sequence.number, pages)
         for sequence, pages in scheduled.swapped_in:
@@ -270,8 +285,9 @@ class Batcher:
         self._runner.model.check_ranks()
         self.received_ids = sampled.token_ids
         self.pass_ends_s.append(time.perf_counter())
+        size = self.pass_sizes[len(self.pass_ends_s) - 1]
+        self.meter.end(size.num_tokens)
         if self._target is not None and len(self.pass_ends_s) > 1:
-            size = self.pass_sizes[len(self.pass_ends_s) - 1]
             self._target.observe(size.num_tokens, self.pass_ends_s[-1] - self.pass_ends_s[-2])
         if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # the batcher has not been idle for days
             del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]

@@ -16,6 +16,7 @@ from zinfer.batching.batcher import Batcher
 from zinfer.batching.following_loop import FollowingLoop
 from zinfer.batching.handle import Handle
 from zinfer.batching.lockstep import Follower, open_lockstep
+from zinfer.batching.pass_meter import PassMeter
 from zinfer.batching.request import RequestBuilder
 from zinfer.batching.runner import PassRunner, open_pages
 from zinfer.batching.serving_loop import ServingLoop
@@ -260,6 +261,16 @@ class LLM:
         return self._batcher.num_running
 
     @property
+    def num_background(self) -> int:
+        """Those of them that give way to others."""
+        return self._batcher.num_background
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages of the KV cache that sequences hold, of `batching.num_pages`."""
+        return self._batcher.num_used_pages
+
+    @property
     def num_swapped_pages(self) -> int:
         """Pages of preempted sequences that were swapped out to host memory or disk."""
         return self._batcher.num_swapped_pages
@@ -268,6 +279,16 @@ class LLM:
     def is_following(self) -> bool:
         """Whether another rank decides what passes this one makes; they may be calls ahead of those made here."""
         return isinstance(self._loop, FollowingLoop)
+
+    def measure_passes(self) -> PassMeter:
+        """Return the meter of all passes; from now on it counts the tokens that streaming leaves free, too.
+
+        The first call takes a second where `zinfer probe` has not run.
+        """
+        if self._model.plan.streamed_bytes and not self._batcher.meter.free_tokens:
+            free = self._estimator.free_tokens()
+            self._batcher.meter.free_tokens = min(free, self.batching.tokens_per_pass)
+        return self._batcher.meter
 
     def passes(self) -> list[tuple[PassSize, float]]:
         """Return size and seconds of each pass since the LLM was last idle, without the first pass."""

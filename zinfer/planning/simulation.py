@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import Final
 
 from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
@@ -17,6 +18,9 @@ from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.sequence import Sequence as TokenSequence
 from zinfer.units import duration
+
+_TWO_SIZES: Final = (1024, 2048)
+"""Tokens of two passes whose difference is matrix work alone."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,13 @@ class JobEstimator:
     def most_tokens(self) -> int:
         """Most tokens of a pass, as predicted."""
         return self.order.most_tokens or self.budget.tokens_per_pass
+
+    def free_tokens(self) -> int:
+        """Return the tokens of a pass that take no longer than streaming its weights; 0 if nothing streams."""
+        few, many = (self.pass_time(number, 1, cache_bytes=0) for number in _TWO_SIZES)
+        few_s, many_s = (each.terms["matrix work"] for each in (few, many))
+        token_s = (many_s - few_s) / (many.num_tokens - few.num_tokens)
+        return max(int((few.transfer_s - few_s) / token_s) + few.num_tokens, 0) if few.transfer_s else 0
 
     def of_texts(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
         """Predict prompts without shared prefixes; arguments as for `LLM.predict`.

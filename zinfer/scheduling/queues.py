@@ -69,6 +69,11 @@ class Running:
         return chain(self._foreground.values(), self._background.values())
 
     @property
+    def num_background(self) -> int:
+        """Number of sequences in the background."""
+        return len(self._background)
+
+    @property
     def last(self) -> Sequence | None:
         """The sequence in the background that was admitted last; without one, the last of the others."""
         return next(reversed((self._background or self._foreground).values()), None)

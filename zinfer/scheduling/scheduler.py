@@ -90,6 +90,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_background(self) -> int:
+        """Number of running sequences in the background."""
+        return self._running.num_background
+
+    @property
     def num_swapped_pages(self) -> int:
         """Number of pages swapped out."""
         return self._preempted.num_swapped_pages

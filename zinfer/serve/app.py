@@ -16,6 +16,7 @@ from zinfer.serve.guard import Guard
 from zinfer.serve.mii_routes import mii_routes
 from zinfer.serve.openai_routes import openai_routes
 from zinfer.serve.operation_routes import operation_routes
+from zinfer.serve.replica_metrics import BatchMetrics
 from zinfer.serve.service import Service
 
 
@@ -58,6 +59,7 @@ def make_app(
     if folder is not None:
         files = FileStore(folder / "files")
         batches = Batches(folder / "batches", service, files)
+        service.metrics.add(BatchMetrics(service.names[0], batches.progress))
         app.include_router(file_routes(files))
         app.include_router(batch_routes(batches))
     handle_errors(app)

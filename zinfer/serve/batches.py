@@ -121,6 +121,11 @@ class Batches:
                 self._job[1].stop()
         return batch
 
+    def progress(self) -> tuple[int, dict[str, int]]:
+        """Return the number of unfinished batches, and the counts of the rows of the one under way."""
+        counts = {} if self._job is None else self._job[1].counts
+        return sum(each.status in _UNFINISHED for each in self._batches.values()), counts
+
     async def _run(self) -> None:
         while True:
             waiting = [each for each in self._batches.values() if each.status in _UNFINISHED]

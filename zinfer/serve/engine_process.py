@@ -11,11 +11,11 @@ from zinfer.errors import CheckpointError, ConfigError, PlanError
 from zinfer.planning.latency import LOADS, NEW_TOKENS, PROMPT_LEN, describe_latency
 from zinfer.ranks.environment import own_rank
 from zinfer.requests.completion import CompletionDelta
+from zinfer.serve.engine_report import EngineReport
 from zinfer.serve.messages import (
     Cancel,
     Connection,
     Deltas,
-    Load,
     Ready,
     Refused,
     Submit,
@@ -153,19 +153,7 @@ class _Engine:
 
     async def _report(self) -> None:
         """Send the counters until the model is closed; raises what closed it."""
-        llm = self._llm.llm
+        report = await asyncio.to_thread(EngineReport, self._llm.llm)
         while True:
-            stats = await asyncio.to_thread(llm.stats)
-            self._connection.send(
-                Load(
-                    llm.num_running,
-                    llm.num_passes,
-                    llm.num_tokens,
-                    llm.num_new_tokens,
-                    llm.num_swapped_pages,
-                    stats.link_share,
-                    stats.disk_share,
-                    stats.stall_s,
-                )
-            )
+            self._connection.send(await asyncio.to_thread(report.make))
             await asyncio.sleep(_LOAD_EVERY_S)

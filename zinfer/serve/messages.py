@@ -66,17 +66,51 @@ class Refused(msgspec.Struct, tag=True):
     is_invalid: bool
 
 
-class Load(msgspec.Struct, tag=True):
-    """Counters of the engine so far, sent about once a second. Shares are of the link's and the disk's known rates."""
+class Counts(msgspec.Struct):
+    """A histogram's counts, the last one of values above all bounds, and the sum of its values."""
+
+    counts: list[int]
+    total: float
+
+
+class Load(msgspec.Struct, tag=True, kw_only=True):
+    """Counters and sizes of the engine, sent about once a second.
+
+    num_running: sequences that hold pages; ``num_background`` of them give way to others.
+    num_pages: of the KV cache; ``num_used_pages`` of them are held, ``num_swapped_pages`` are elsewhere.
+    num_tokens: computed so far; ``num_new_tokens`` of them were generated.
+    free_tokens: of a pass; ``num_unused_tokens`` of them all passes left unused so far.
+    pass_seconds, pass_tokens: by the bounds of `zinfer.batching.pass_meter`.
+    shares: of the known rates of "link" and "disk", since the message before.
+    stall_s: seconds waited so far, by cause.
+    moved_bytes: so far, over "link" and "disk".
+    blocks: number of blocks by home.
+    memory_bytes: by what it holds or where it is: "device" and "host" for weights, "kv_cache".
+    streamed_bytes: by one pass.
+    """
 
     num_running: int
-    num_passes: int
+    num_background: int
+    num_pages: int
+    num_used_pages: int
+    num_swapped_pages: int
     num_tokens: int
     num_new_tokens: int
-    num_swapped_pages: int
-    link_share: float | None
-    disk_share: float | None
+    free_tokens: int
+    num_unused_tokens: int
+    pass_seconds: Counts
+    pass_tokens: Counts
+    shares: dict[str, float]
     stall_s: dict[str, float]
+    moved_bytes: dict[str, int]
+    blocks: dict[str, int]
+    memory_bytes: dict[str, int]
+    streamed_bytes: int
+
+    @property
+    def num_passes(self) -> int:
+        """Passes so far."""
+        return sum(self.pass_seconds.counts)
 
 
 class Unusable(msgspec.Struct, tag=True):

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from zinfer.errors import ConfigError, JobError
 from zinfer.requests.completion import CompletionDelta
 from zinfer.requests.sampling_params import SamplingParams
@@ -43,6 +45,7 @@ class Replica:
         load: the process's last counters.
         num_restarts: how often the process was started again.
         outstanding: prompt tokens and most new tokens of the requests under way.
+        num_under_way: sequences of requests under way; ``num_background`` of them give way to others.
     """
 
     def __init__(self, index: int, command: Sequence[str], folder: Path) -> None:
@@ -50,7 +53,7 @@ class Replica:
         self.ready: Ready | None = None
         self.load: Load | None = None
         self.num_restarts = 0
-        self.outstanding = 0
+        self.outstanding = self.num_under_way = self.num_background = 0
         self._command = command
         self._path = folder / f"replica-{index}.sock"
         self._numbers = itertools.count()
@@ -87,7 +90,7 @@ class Replica:
             raise ReplicaGone("the model is loading; try again in a while")
         connection, number, tokens = self._connection, next(self._numbers), len(prompt_ids) + params.most_new_tokens
         queue = self._queues[number] = asyncio.Queue()
-        self.outstanding += tokens
+        self._count(tokens, params.n, is_background)
         connection.send(Submit(number, prompt_ids, params, is_background))
         num_left = params.n
         try:
@@ -99,10 +102,21 @@ class Replica:
                 num_left -= event.completion is not None
                 yield event
         finally:
-            self.outstanding -= tokens
+            self._count(-tokens, -params.n, is_background)
             del self._queues[number]
             if num_left:
                 connection.send(Cancel(number))
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for pages, without those in the background."""
+        running = 0 if self.load is None else self.load.num_running - self.load.num_background
+        return max(self.num_under_way - self.num_background - running, 0)
+
+    def _count(self, tokens: int, sequences: int, is_background: bool) -> None:
+        self.outstanding += tokens
+        self.num_under_way += sequences
+        self.num_background += sequences if is_background else 0
 
     async def close(self) -> None:
         """End the process; requests under way fail."""
@@ -162,7 +176,7 @@ class Replica:
                 await asyncio.wait((ending,), timeout=_CLOSE_S)
                 return told or JobError(f"replica {self.index} {_how_ended(process.returncode)}")
             finally:
-                self._connection = self.ready = None
+                self._connection = self.ready = self.load = None
                 if process.returncode is None:
                     process.send_signal(signal.SIGKILL)
                     await process.wait()
@@ -214,7 +228,7 @@ def choose(replicas: Sequence[Replica]) -> Replica:
 
 
 def describe(replicas: Sequence[Replica]) -> list[dict[str, Any]]:
-    """Return each replica's state, for `/load`."""
+    """Return each replica's state, for `/load`; `engine` is null until it has reported."""
     return [
         {
             "replica": each.index,
@@ -222,6 +236,9 @@ def describe(replicas: Sequence[Replica]) -> list[dict[str, Any]]:
             "outstanding_tokens": each.outstanding,
             "restarts": each.num_restarts,
             "running_sequences": 0 if each.load is None else each.load.num_running,
+            "waiting_sequences": each.num_waiting,
+            "background_sequences": each.num_background,
+            "engine": None if each.load is None else msgspec.to_builtins(each.load),
         }
         for each in replicas
     ]

@@ -191,6 +191,7 @@ class Service:
             has_begun = False
             while True:
                 replica = choose(self.replicas)
+                measured.begin(replica.index)
                 try:
                     async with aclosing(replica.complete(encoded.prompt_ids, encoded.params)) as deltas:
                         async for delta in deltas:
