@@ -15,7 +15,8 @@ from fastapi.sse import format_sse_event
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.openai_choice import usage
 from zinfer.serve.errors import ApiError
-from zinfer.serve.service import Encoded, Service
+from zinfer.serve.prompts import Encoded
+from zinfer.serve.service import Service
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from zinfer.jobs.rows import RowState, parse_line
 from zinfer.jobs.versions import software
 from zinfer.requests.completion import Completion
 from zinfer.serve.errors import RequestFailed
-from zinfer.serve.service import Encoded, Service
+from zinfer.serve.prompts import Encoded
+from zinfer.serve.service import Service
 
 _ROWS_READ: Final = 1024
 _MOST_UNDER_WAY: Final = 2048
@@ -78,7 +79,7 @@ class BatchJob:
         self._check_lines(index)
         service = self._service
         tokenizer = deepcopy(service.tokenizer)
-        with closing(service.new_encoder(tokenizer)) as encoder, closing(OutputFile(self._output)) as out:
+        with closing(service.prompts.new_encoder(tokenizer)) as encoder, closing(OutputFile(self._output)) as out:
             encoder.now = self._began
             self._begin(out, index)
             reader = PromptReader(encoder, index)

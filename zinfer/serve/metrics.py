@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from zinfer.requests.completion import CompletionDelta
+from zinfer.serve.prompts import Encoded
 from zinfer.serve.replica import Replica
 from zinfer.serve.replica_metrics import ENGINE, ReplicaMetrics
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
-
-    from zinfer.serve.service import Encoded
 
 # Passes over streamed weights take seconds: the buckets go further than those of a resident model.
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -47,7 +46,7 @@ class Metrics:
         self._registry.register(collector)
 
     @contextmanager
-    def request(self, encoded: "Encoded") -> Iterator["MeasuredRequest"]:
+    def request(self, encoded: Encoded) -> Iterator["MeasuredRequest"]:
         """Measure a request while it is under way."""
         self.num_under_way += encoded.params.n
         measured = MeasuredRequest(self._engines, len(encoded.prompt_ids))

@@ -15,7 +15,8 @@ from zinfer.requests.mii_params import MIIParams
 from zinfer.serve.body import read_record
 from zinfer.serve.disconnect import unless_disconnected
 from zinfer.serve.errors import ApiError
-from zinfer.serve.service import Encoded, Service
+from zinfer.serve.prompts import Encoded
+from zinfer.serve.service import Service
 
 
 def mii_routes(service: Service) -> APIRouter:
@@ -65,9 +66,9 @@ def _prompts(value: object) -> list[str]:
 
 async def _encode(service: Service, prompts: list[str], params: MIIParams) -> list[Encoded]:
     sampling = replace(params.sampling, max_new_tokens=1)
-    several = await service.encode(prompts, sampling)
+    several = await service.prompts.encode(prompts, sampling)
     return [
-        replace(each, params=params.within(each.params, len(each.prompt_ids), service.length_limits))
+        replace(each, params=params.within(each.params, len(each.prompt_ids), service.prompts.length_limits))
         for each in several
     ]
 

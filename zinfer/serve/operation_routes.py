@@ -63,13 +63,13 @@ def operation_routes(service: Service) -> APIRouter:
             raise ApiError(400, "give one of 'prompt' and 'messages', and only one")
         prompt: PromptLike | None = body.prompt if body.prompt is not None else body.messages
         assert prompt is not None
-        (encoded,) = await service.encode([prompt], SamplingParams(), default_new=1)
+        (encoded,) = await service.prompts.encode([prompt], SamplingParams(), default_new=1)
         return {"count": len(encoded.prompt_ids), "tokens": encoded.prompt_ids}
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:
         body = await read_model(request, _Detokenize)
         service.check_model(body.model)
-        return {"prompt": await service.decode(body.tokens)}
+        return {"prompt": await service.prompts.decode(body.tokens)}
 
     return router

@@ -2,25 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final
 
 from zinfer.errors import ConfigError
 from zinfer.requests.completion import Completion, CompletionDelta
-from zinfer.requests.length_limits import LengthLimits, Limit
 from zinfer.requests.openai_choice import OpenAIChoices
-from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike
-from zinfer.requests.sampling_params import SamplingParams
 from zinfer.serve.errors import ApiError, ReplicaGone
-from zinfer.serve.messages import Ready
 from zinfer.serve.metrics import Metrics
+from zinfer.serve.prompts import Encoded, Prompts
 from zinfer.serve.replica import Replica, choose
 
 _AGAIN_S: Final = 0.5
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -36,14 +31,6 @@ class ServiceLimits:
     max_prompts: int = 2048
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A prompt's tokens, and its params with the number of new tokens filled in."""
-
-    prompt_ids: list[int]
-    params: SamplingParams
-
-
 class Service:
     """Completes prompts of HTTP requests.
 
@@ -54,6 +41,7 @@ class Service:
         limits: of what is taken.
 
     Attributes:
+        prompts: encodes them.
         choices: builds the choices of answers.
         began: when it was made, in seconds since the epoch.
         is_draining: whether it refuses new requests, because it ends.
@@ -67,38 +55,28 @@ class Service:
         self.choices = OpenAIChoices(tokenizer)
         self.began = int(time.time())
         self.is_draining = False
+        self.prompts = Prompts(tokenizer, limits.max_prompts)
         self._limits = limits
-        self._encoder: PromptEncoder | None = None
-        self._ready: Ready | None = None
-        self._most_tokens = self._vocab_size = 0
         self._num_running = 0
-        # A single thread: tokenizers and the process that renders chat templates are not thread-safe.
-        self._thread = ThreadPoolExecutor(1, "zinfer-encode")
 
     async def start(self) -> None:
         """Load the model in all replicas. Raises ConfigError and JobError as `Replica.start`."""
         await asyncio.gather(*(each.start() for each in self.replicas))
         ready = self.replicas[0].ready
         assert ready is not None
-        self._open(ready)
+        self.prompts.open(ready)
 
     async def close(self) -> None:
         """End all replicas."""
         self.is_draining = True
         await asyncio.gather(*(each.close() for each in self.replicas))
-        self._thread.shutdown()
-        if self._encoder is not None:
-            self._encoder.close()
-
-    @property
-    def length_limits(self) -> LengthLimits:
-        """What the context and the KV cache hold of one sequence."""
-        return LengthLimits(total=Limit(self._most_tokens, "the context and the KV cache"))
+        self.prompts.close()
 
     @property
     def latency(self) -> str:
         """A line on the times of answers to be expected of one replica."""
-        return "" if self._ready is None else self._ready.latency
+        ready = self.replicas[0].ready
+        return "" if ready is None else ready.latency
 
     @property
     def is_ready(self) -> bool:
@@ -117,42 +95,6 @@ class Service:
                 code="model_not_found",
             )
         return name
-
-    async def encode(
-        self,
-        prompts: Sequence[PromptLike],
-        params: SamplingParams,
-        variables: Mapping[str, Any] | None = None,
-        *,
-        default_new: int | None = None,
-    ) -> list[Encoded]:
-        """Encode the prompts of a call.
-
-        Args:
-            variables: of the chat template.
-            default_new: new tokens unless the call states them; None: what the context and the KV cache leave.
-
-        Raises:
-            ConfigError: a prompt or its params are invalid.
-            ApiError: there are too many prompts.
-        """
-        if len(prompts) > self._limits.max_prompts:
-            raise ApiError(400, f"prompt: {len(prompts)} prompts are more than {self._limits.max_prompts} of one call")
-        return await self.on_thread(lambda: [self._encode(each, params, variables, default_new) for each in prompts])
-
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens. Raises ApiError if there is no tokenizer, or a token is beyond the vocabulary."""
-        if self.tokenizer is None:
-            raise ApiError(400, "the model's folder has no tokenizer")
-        beyond = next((each for each in token_ids if each >= self._vocab_size), None)
-        if beyond is not None:
-            raise ApiError(400, f"tokens: token ids are below {self._vocab_size}, not {beyond}", param="tokens")
-        text: str = await self.on_thread(lambda: self.tokenizer.decode(token_ids))
-        return text
-
-    async def on_thread(self, work: Callable[[], _T]) -> _T:
-        """Run work with the tokenizer on the thread that owns it."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @asynccontextmanager
     async def admitted(self, several: Sequence[Encoded]) -> AsyncGenerator[None, None]:
@@ -224,34 +166,6 @@ class Service:
                     return await _whole(deltas)
             except ReplicaGone:
                 await asyncio.sleep(_AGAIN_S)
-
-    def new_encoder(self, tokenizer: Any) -> PromptEncoder:
-        """Return an encoder of this model's prompts with a tokenizer of its own."""
-        ready = self._ready
-        assert ready is not None
-        return PromptEncoder(tokenizer, ready.vocab_size, ready.limits)
-
-    def _open(self, ready: Ready) -> None:
-        self._ready = ready
-        self._encoder = self.new_encoder(self.tokenizer)
-        self._vocab_size = ready.vocab_size
-        positions = ready.limits.most_tokens
-        self._most_tokens = ready.most_tokens if positions is None else min(positions, ready.most_tokens)
-
-    def _encode(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams,
-        variables: Mapping[str, Any] | None,
-        default_new: int | None,
-    ) -> Encoded:
-        assert self._encoder is not None
-        token_ids, filled = self._encoder.encode(prompt, params, variables)
-        if params.max_new_tokens is None:
-            num_left = self._most_tokens - len(token_ids)
-            most = num_left if default_new is None else min(default_new, num_left)
-            filled = replace(filled, max_new_tokens=max(1, most))
-        return Encoded(token_ids, filled)
 
 
 async def _whole(deltas: AsyncGenerator[CompletionDelta, None]) -> list[Completion]:

@@ -1,0 +1,123 @@
+"""`Prompts`: the prompts of HTTP requests as tokens, on a thread of its own."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from zinfer.requests.length_limits import LengthLimits, Limit
+from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.serve.errors import ApiError
+from zinfer.serve.messages import Ready
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt's tokens, and its params with the number of new tokens filled in."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+class Prompts:
+    """Encodes and decodes for one model.
+
+    Args:
+        tokenizer: None: prompts must be token ids.
+        most: prompts of one call.
+    """
+
+    def __init__(self, tokenizer: Any, most: int) -> None:
+        self.tokenizer = tokenizer
+        self._most = most
+        self._ready: Ready | None = None
+        self._encoder: PromptEncoder | None = None
+        # A single thread: tokenizers and the process that renders chat templates are not thread-safe.
+        self._thread = ThreadPoolExecutor(1, "zinfer-encode")
+
+    def open(self, ready: Ready) -> None:
+        """Take what the model takes, once it is loaded."""
+        self._ready = ready
+        self._encoder = self.new_encoder(self.tokenizer)
+
+    def close(self) -> None:
+        """End the thread, and the process that renders chats."""
+        self._thread.shutdown()
+        if self._encoder is not None:
+            self._encoder.close()
+
+    @property
+    def most_tokens(self) -> int:
+        """What the context and the KV cache hold of one sequence."""
+        ready = self._loaded
+        positions = ready.limits.most_tokens
+        return ready.most_tokens if positions is None else min(positions, ready.most_tokens)
+
+    @property
+    def length_limits(self) -> LengthLimits:
+        """The same as limits."""
+        return LengthLimits(total=Limit(self.most_tokens, "the context and the KV cache"))
+
+    def new_encoder(self, tokenizer: Any) -> PromptEncoder:
+        """Return an encoder of this model's prompts with a tokenizer of its own."""
+        return PromptEncoder(tokenizer, self._loaded.vocab_size, self._loaded.limits)
+
+    async def encode(
+        self,
+        prompts: Sequence[PromptLike],
+        params: SamplingParams,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        default_new: int | None = None,
+    ) -> list[Encoded]:
+        """Encode the prompts of a call.
+
+        Args:
+            variables: of the chat template.
+            default_new: new tokens unless the call states them; None: what the context and the KV cache leave.
+
+        Raises:
+            ConfigError: a prompt or its params are invalid.
+            ApiError: there are too many prompts.
+        """
+        if len(prompts) > self._most:
+            raise ApiError(400, f"prompt: {len(prompts)} prompts are more than {self._most} of one call")
+        return await self.on_thread(lambda: [self._encode(each, params, variables, default_new) for each in prompts])
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens. Raises ApiError if there is no tokenizer, or a token is beyond the vocabulary."""
+        if self.tokenizer is None:
+            raise ApiError(400, "the model's folder has no tokenizer")
+        beyond = next((each for each in token_ids if each >= self._loaded.vocab_size), None)
+        if beyond is not None:
+            raise ApiError(400, f"tokens: token ids are below {self._loaded.vocab_size}, not {beyond}", param="tokens")
+        text: str = await self.on_thread(lambda: self.tokenizer.decode(token_ids))
+        return text
+
+    async def on_thread(self, work: Callable[[], _T]) -> _T:
+        """Run work with the tokenizer on the thread that owns it."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    @property
+    def _loaded(self) -> Ready:
+        assert self._ready is not None, "the model is not loaded"
+        return self._ready
+
+    def _encode(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams,
+        variables: Mapping[str, Any] | None,
+        default_new: int | None,
+    ) -> Encoded:
+        assert self._encoder is not None
+        token_ids, filled = self._encoder.encode(prompt, params, variables)
+        if params.max_new_tokens is None:
+            num_left = self.most_tokens - len(token_ids)
+            most = num_left if default_new is None else min(default_new, num_left)
+            filled = replace(filled, max_new_tokens=max(1, most))
+        return Encoded(token_ids, filled)
