@@ -16,6 +16,7 @@ from zinfer.serve.guard import Guard
 from zinfer.serve.mii_routes import mii_routes
 from zinfer.serve.openai_routes import openai_routes
 from zinfer.serve.operation_routes import operation_routes
+from zinfer.serve.page_routes import page_routes
 from zinfer.serve.replica_metrics import BatchMetrics
 from zinfer.serve.service import Service
 
@@ -56,6 +57,7 @@ def make_app(
     app.include_router(openai_routes(service))
     app.include_router(operation_routes(service))
     app.include_router(mii_routes(service))
+    app.include_router(page_routes())
     if folder is not None:
         files = FileStore(folder / "files")
         batches = Batches(folder / "batches", service, files)

@@ -16,6 +16,7 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from zinfer.serve.errors import ApiError
+from zinfer.serve.page_routes import is_page
 
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _MOST_DRAINED_BYTES: Final = 64 << 20
@@ -29,7 +30,7 @@ class Guard:
     """ASGI middleware: names requests, refuses those without a key, and logs each without its text.
 
     Args:
-        keys: one of them must be given as ``Authorization: Bearer KEY``; none: all requests pass.
+        keys: one of them must be given as ``Authorization: Bearer KEY``, but for the page; none: all requests pass.
         most_body_bytes: larger bodies are refused, before they are read if they state their size.
         most_file_bytes: likewise where files are uploaded.
     """
@@ -57,13 +58,14 @@ class Guard:
             await send(message)
 
         try:
-            await self._answer(headers, scope["path"])(scope, receive, send_named)
+            await self._answer(headers, scope)(scope, receive, send_named)
         finally:
             log.info("%s %s %s %d %.3f s", name, scope["method"], scope["path"], status, time.monotonic() - began_s)
 
-    def _answer(self, headers: Headers, path: str) -> ASGIApp:
+    def _answer(self, headers: Headers, scope: Scope) -> ASGIApp:
         """Return the application, or the answer to a request that does not reach it."""
-        if self._keys and not self._is_allowed(headers):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._keys and not is_page(scope["method"], path) and not self._is_allowed(headers):
             error = ApiError(401, "the API key is missing or wrong; give it as 'Authorization: Bearer KEY'")
             return _after_body(JSONResponse(error.body, error.status, headers={"WWW-Authenticate": "Bearer"}))
         length = headers.get("content-length", "0")
