@@ -32,6 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (chat("", seed=-(2**63) - 1), "seed must be a whole number from 0 to 2**64 - 1"),
     (chat("", logit_bias={"1": 101}), "and biases from -100 to 100, not 101 at 1"),
     (chat("", logit_bias={"5000": 1}), "logit_bias must be made of token ids below 131"),
+    (chat("", priority=1), "priority must be left out: a batch's rows start in order, not 1"),
     (chat("", stream=True), "stream must be False, not True"),
     (chat("", response_format={"type": "xml"}), "response_format: type must be 'text', 'json_object' or 'json_schema'"),
     (chat("", response_format={"type": "text", "strict": 1}), "response_format: unknown field 'strict'"),

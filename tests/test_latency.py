@@ -138,7 +138,15 @@ def estimator(latency_s: float | None = None, num_pages: int = 10_000) -> JobEst
         return PassTime(num_tokens, 0.0, 0.09, 0.0, num_tokens * 1e-5, sizes["cache_bytes"] / 1e12)
 
     budget = BatchingBudget(
-        16_384, 16_384, 1024, num_pages, 64, torch.float16, "arrival", lends=True, footprint=Footprint(num_pages * 64_000, 0, 0)
+        16_384,
+        16_384,
+        1024,
+        num_pages,
+        64,
+        torch.float16,
+        "arrival",
+        lends=True,
+        footprint=Footprint(num_pages * 64_000, 0, 0),
     )
     return JobEstimator(budget, None, 1000, pass_time, latency_s)
 

@@ -16,8 +16,8 @@ from zinfer import LLM, SamplingParams
 from zinfer.batching.batcher import Batcher
 from zinfer.batching.runner import PassRunner
 from zinfer.errors import ConfigError
-from zinfer.scheduling.queues import WaitingQueue
 from zinfer.scheduling.scheduler import Scheduler
+from zinfer.scheduling.waiting_queue import WaitingQueue
 from zinfer.scheduling.workload import Workload
 
 __all__ = ["alone", "folder", "llm", "prompts"]  # fixtures

@@ -14,9 +14,10 @@ from paged_engine import NUM_TOKENS_KNOWN, HostedEngine, PagedEngine, completion
 
 from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.pass_order import USUAL, PassOrder
-from zinfer.scheduling.queues import Order
+from zinfer.scheduling.precedence import Precedence
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import Sequence, SequenceState
+from zinfer.scheduling.waiting_queue import Order
 
 MOST_PROMPT_TOKENS = 200
 NUM_WORKLOADS = int(os.environ.get("ZINFER_WORKLOADS", "60"))
@@ -42,6 +43,12 @@ class Row:
     abort_at: tuple[int, bool] | None
     is_background: bool = False
     is_scored: bool = False
+    priority: int = 0
+    owner: str = ""
+
+    @property
+    def precedence(self) -> Precedence:
+        return Precedence(self.is_background, self.priority, self.owner)
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -60,6 +67,8 @@ ROWS = st.builds(
     abort_at=st.none() | st.none() | st.none() | st.tuples(st.integers(0, 40), st.booleans()),
     is_background=st.booleans(),
     is_scored=st.sampled_from([False, False, True]),
+    priority=st.integers(0, 2),
+    owner=st.sampled_from(["", "a", "b"]),
 )
 
 
@@ -119,7 +128,7 @@ class Workload:
                 row.prompt,
                 row.max_new_tokens,
                 num_to_score=len(row.prompt) - 1 if row.is_scored else 0,
-                is_background=row.is_background,
+                precedence=row.precedence,
             )
             for number, row in enumerate(self.rows)
         ]

@@ -180,6 +180,14 @@ def test_too_many_sequences_are_refused_with_429(client: openai.OpenAI) -> None:
     assert refused.value.response.headers["retry-after"] == "1"
 
 
+def test_a_request_may_have_a_priority(client: openai.OpenAI, alone: dict[str, str]) -> None:
+    options: dict[str, Any] = {"model": "letters", "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+    answer = client.completions.create(**options, extra_body={"priority": -5})
+    assert answer.choices[0].text == alone[PROMPTS[0]]
+    with pytest.raises(openai.BadRequestError, match="priority must be"):
+        client.completions.create(**options, extra_body={"priority": "high"})
+
+
 def test_every_route_needs_the_key(server: Server) -> None:
     with httpx.Client(base_url=server.url) as http:
         for path in ("/v1/models", "/health", "/metrics", "/load", "/docs", "/nothing"):

@@ -135,7 +135,7 @@ class Batcher:
             request.prompt_ids,
             max(params.most_new_tokens, 1),  # one that is dropped, if only the prompt is scored
             num_to_score=0 if params.prompt_logprobs is None else len(request.prompt_ids) - 1,
-            is_background=request.is_background,
+            precedence=request.precedence,
         )
         self._scheduler.add(sequence)
         self._num_added += 1

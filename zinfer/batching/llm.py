@@ -45,6 +45,7 @@ from zinfer.requests.prompt_encoder import PromptLike, find_tokenizer
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler
+from zinfer.scheduling.precedence import Precedence
 from zinfer.scheduling.schedule import PassSize
 
 log = logging.getLogger("zinfer")
@@ -327,7 +328,8 @@ class LLM:
             params: one for all, or one for each prompt; greedy by default.
             chat_template_kwargs: more variables for the chat template, such as ``{"enable_thinking": False}``.
             reasoning_effort: the template's variable of that name.
-            fields: fields of `SamplingParams` in place of params, such as ``max_new_tokens=4``.
+            fields: fields of `SamplingParams` in place of params, such as ``max_new_tokens=4``; and ``priority`` and
+                ``owner`` as for `prepare`.
 
         A prompt that is malformed or too long gets a completion with an ``error``; the others are completed.
 
@@ -360,6 +362,8 @@ class LLM:
         *,
         deltas: bool = False,
         is_background: bool = False,
+        priority: int = 0,
+        owner: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
         **fields: Any,
@@ -369,6 +373,8 @@ class LLM:
         Args:
             deltas: the handle yields a `CompletionDelta` for each token instead of a `Completion` for each request.
             is_background: the requests give way to others, whenever these are submitted.
+            priority: among requests that wait, those of a lower number start first.
+            owner: whose requests they are: those of several owners that wait take turns, by tokens.
         """
         self._check_open()
         requests, refused = self._builder.build(
@@ -378,7 +384,7 @@ class LLM:
             reasoning_effort,
             fields,
             deltas=deltas,
-            is_background=is_background,
+            precedence=Precedence(is_background, priority, owner),
         )
         if deltas:
             return Handle(requests, [CompletionDelta.refused(each) for each in refused])

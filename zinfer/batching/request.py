@@ -15,6 +15,7 @@ from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, as_list, is_chat, template_variables
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import StopCriteria
+from zinfer.scheduling.precedence import FIRST_COME, Precedence
 
 _PROMPTS_AT_ONCE: Final = 1024
 """Prompts encoded together: a tokenizer needs over ten times the memory of their tokens while it runs."""
@@ -31,7 +32,7 @@ class SentRequest(NamedTuple):
     end_token_ids: frozenset[int]
     bad_word_ids: tuple[tuple[int, ...], ...]
     has_detokenizer: bool
-    is_background: bool
+    precedence: Precedence
 
 
 @dataclass(eq=False)
@@ -49,7 +50,7 @@ class Request:
         bad_word_ids: tokens of each of its bad words.
         grammar: of its output; None if it has none.
         detokenizer: decodes its tokens one by one; None if only the completion is wanted.
-        is_background: whether it gives way to requests that are not.
+        precedence: whether it starts before others.
     """
 
     prompt_index: int
@@ -62,14 +63,14 @@ class Request:
     bad_word_ids: Sequence[tuple[int, ...]]
     grammar: Grammar | None = None
     detokenizer: Detokenizer | None = None
-    is_background: bool = False
+    precedence: Precedence = FIRST_COME
 
     @property
     def sent(self) -> SentRequest:
         """The request without its state, to be sent to other ranks; equal for equal requests."""
         place = self.prompt_index, self.sample_index, self.prompt_ids, self.params, self.seed
         words = tuple(map(tuple, self.bad_word_ids))
-        return SentRequest(*place, self.end_token_ids, words, self.detokenizer is not None, self.is_background)
+        return SentRequest(*place, self.end_token_ids, words, self.detokenizer is not None, self.precedence)
 
 
 class RequestBuilder:
@@ -98,13 +99,13 @@ class RequestBuilder:
         fields: Mapping[str, Any],
         *,
         deltas: bool = False,
-        is_background: bool = False,
+        precedence: Precedence = FIRST_COME,
     ) -> tuple[list[Request], list[Completion]]:
         """Return the requests of a call, and a completion with an error for each prompt that cannot be used.
 
         Args:
             deltas: whether each request gets a detokenizer.
-            is_background: of all requests.
+            precedence: of all requests.
 
         Raises:
             ConfigError: as `LLM.generate`.
@@ -126,9 +127,7 @@ class RequestBuilder:
                 try:
                     grammar = self._grammar(own)  # before the lock: it may take seconds
                     with self._lock:
-                        requests += self._samples(
-                            index, prompt, own, variables, num_seen, grammar, deltas, is_background
-                        )
+                        requests += self._samples(index, prompt, own, variables, num_seen, grammar, deltas, precedence)
                 except ConfigError as error:
                     refused += [Completion.failed(index, sample, str(error)) for sample in range(own.n)]
         return requests, refused
@@ -146,7 +145,7 @@ class RequestBuilder:
             sent.bad_word_ids,
             self._grammar(sent.params, is_checked=True),
             self._detokenizer(sent.params, sent.has_detokenizer),
-            sent.is_background,
+            sent.precedence,
         )
 
     def close(self) -> None:
@@ -164,7 +163,7 @@ class RequestBuilder:
         num_seen: Counter[bytes],
         grammar: Grammar | None,
         deltas: bool,
-        is_background: bool,
+        precedence: Precedence,
     ) -> list[Request]:
         token_ids, params = self._encoder.encode(prompt, params, variables)
         prompt_ids = array("i", token_ids)
@@ -185,7 +184,7 @@ class RequestBuilder:
                 bad_word_ids,
                 grammar,
                 self._detokenizer(params, deltas),
-                is_background,
+                precedence,
             )
             for sample in range(params.n)
         ]

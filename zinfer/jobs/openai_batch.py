@@ -35,10 +35,12 @@ class _Line(BaseModel):
 
 
 class _ChatRow(ChatBody):
+    priority: Annotated[None, Field(description="left out: a batch's rows start in order")] = None
     stream: Literal[False] | None = None
 
 
 class _CompletionRow(CompletionBody):
+    priority: Annotated[None, Field(description="left out: a batch's rows start in order")] = None
     stream: Literal[False] | None = None
     echo: Literal[False] | None = None
 

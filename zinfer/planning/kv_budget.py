@@ -21,8 +21,8 @@ from zinfer.planning.memory import Footprint, Request, find_footprint, weight_bu
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.scheduling.page_pool import PagePool
-from zinfer.scheduling.queues import Order
 from zinfer.scheduling.scheduler import Scheduler
+from zinfer.scheduling.waiting_queue import Order
 from zinfer.units import human_bytes
 
 _PAGE_SIZE: Final = 64

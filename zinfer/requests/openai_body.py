@@ -44,7 +44,8 @@ class StreamOptions(BaseModel):
 class Body(BaseModel):
     """Fields of both urls, besides those that `SamplingParams` validates.
 
-    `user`, `metadata`, `store`, `service_tier` and `stream_options.include_obfuscation` have no effect.
+    `user`, `metadata`, `store`, `service_tier` and `stream_options.include_obfuscation` have no effect. `priority` is
+    vLLM's: of the requests that wait at a server, those of a lower number start first.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -54,6 +55,7 @@ class Body(BaseModel):
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: Any = None

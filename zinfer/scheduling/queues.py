@@ -1,54 +1,10 @@
-"""The queues of waiting, running and preempted sequences, each in its own order; background sequences come last."""
+"""The queues of running and preempted sequences, each in its own order; background sequences come last."""
 
-import heapq
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
-from typing import Literal
 
 from zinfer.scheduling.sequence import Sequence, SequenceState
-
-Order = Literal["arrival", "longest_first"]
-
-
-class WaitingQueue:
-    """Sequences that were never admitted, by arrival, or longest prompt first with ties by arrival.
-
-    Longest first holds within a generation, so that short prompts do not starve while long ones keep arriving.
-    Sequences added before the first one of a generation left the queue belong to that generation, later ones to the
-    next. So a sequence is overtaken only by sequences of its own generation. A batch that is added before the first
-    pass is one generation.
-    """
-
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._generation = 0
-        self._heap: list[tuple[bool, int, int, int, Sequence]] = []
-
-    def add(self, sequence: Sequence) -> None:
-        """Add a sequence; numbers must increase."""
-        length = len(sequence.prompt_ids) if self._order == "longest_first" else 0
-        heapq.heappush(self._heap, (sequence.is_background, self._generation, -length, sequence.number, sequence))
-
-    def first(self) -> Sequence | None:
-        """Return the sequence to admit next, without removing it; None if the queue is empty."""
-        while self._heap and self._heap[0][-1].state is not SequenceState.WAITING:
-            heapq.heappop(self._heap)  # aborted in the queue
-        return self._heap[0][-1] if self._heap else None
-
-    def foreground(self) -> list[Sequence]:
-        """Return all sequences that are not in the background, in no order."""
-        first = self.first()
-        if first is None or first.is_background:
-            return []
-        each = (entry[-1] for entry in self._heap if not entry[0])
-        return [sequence for sequence in each if sequence.state is SequenceState.WAITING]
-
-    def remove_first(self) -> None:
-        """Remove the sequence that `first` returned."""
-        _, generation, *_ = heapq.heappop(self._heap)
-        if self._order == "longest_first":
-            self._generation = generation + 1
 
 
 class Running:

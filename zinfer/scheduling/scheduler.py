@@ -23,9 +23,10 @@ from zinfer.scheduling.page_allocator import PageAllocator, first_needed
 from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.pass_sets import PassSets
-from zinfer.scheduling.queues import Order, PreemptedQueue, Running, WaitingQueue
+from zinfer.scheduling.queues import PreemptedQueue, Running
 from zinfer.scheduling.schedule import Chunk, Chunks, Pass
 from zinfer.scheduling.sequence import PENDING, Sequence, SequenceState
+from zinfer.scheduling.waiting_queue import Order, WaitingQueue
 from zinfer.scheduling.workload import Workload
 
 
@@ -199,6 +200,7 @@ class Scheduler:
         assert sequence.state is not SequenceState.FINISHED, f"sequence {sequence.number} is FINISHED"
         self._remove(sequence)
         sequence.state = SequenceState.FINISHED
+        self._queue.charge(sequence)
         self._workload.remove(sequence, self._allocator.pages_of(sequence))
 
     def restart(self, sequence: Sequence) -> None:

@@ -9,6 +9,8 @@ from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from typing import Final
 
+from zinfer.scheduling.precedence import FIRST_COME, Precedence
+
 PENDING: Final = -1
 """Marks the last token in ``Sequence.output_ids`` while its pass is under way."""
 
@@ -47,7 +49,7 @@ class Sequence:
         num_to_score: number of tokens, from the first on, that get logits besides those that are sampled; all but the
             last of the prompt, or 0.
         num_scored: number of these whose pass was launched.
-        is_background: whether it gives way to sequences that are not.
+        precedence: whether it is admitted before others.
         state: its state.
 
     Raises:
@@ -67,7 +69,7 @@ class Sequence:
     shares: bool = True
     num_to_score: int = 0
     num_scored: int = 0
-    is_background: bool = False
+    precedence: Precedence = FIRST_COME
     state: SequenceState = SequenceState.WAITING
 
     def __post_init__(self, prompt: abc.Sequence[int]) -> None:
@@ -76,6 +78,11 @@ class Sequence:
             raise ValueError(f"sequence {self.number}: the prompt has no tokens; give it one at least")
         if self.max_new_tokens < 1:
             raise ValueError(f"sequence {self.number}: max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it gives way to sequences that are not."""
+        return self.precedence.is_background
 
     @property
     def num_tokens(self) -> int:

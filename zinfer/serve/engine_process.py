@@ -124,11 +124,12 @@ class _Engine:
         number = submit.number
         try:
             prompt = {"prompt_token_ids": submit.prompt_ids}
-            if submit.is_background:
-                async for each in self._llm.stream([prompt], submit.params, is_background=True):
+            options = submit.precedence._asdict()
+            if submit.precedence.is_background:
+                async for each in self._llm.stream([prompt], submit.params, **options):
                     self._put(number, CompletionDelta(0, each.sample_index, "", (), None, each))
             else:
-                async for delta in self._llm.generate(prompt, submit.params):
+                async for delta in self._llm.generate(prompt, submit.params, **options):
                     self._put(number, delta)
         except ConfigError as error:
             self._refuse(number, str(error), is_invalid=True)

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from zinfer.serve.caller import CALLER
 from zinfer.serve.errors import ApiError
 from zinfer.serve.page_routes import is_page
 
@@ -57,15 +58,18 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = name
             await send(message)
 
+        caller = self._caller(headers)
+        token = CALLER.set("" if caller is None else str(caller))
         try:
-            await self._answer(headers, scope)(scope, receive, send_named)
+            await self._answer(headers, scope, caller)(scope, receive, send_named)
         finally:
+            CALLER.reset(token)
             log.info("%s %s %s %d %.3f s", name, scope["method"], scope["path"], status, time.monotonic() - began_s)
 
-    def _answer(self, headers: Headers, scope: Scope) -> ASGIApp:
+    def _answer(self, headers: Headers, scope: Scope, caller: int | None) -> ASGIApp:
         """Return the application, or the answer to a request that does not reach it."""
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if self._keys and not is_page(scope["method"], path) and not self._is_allowed(headers):
+        if self._keys and not is_page(scope["method"], path) and caller is None:
             error = ApiError(401, "the API key is missing or wrong; give it as 'Authorization: Bearer KEY'")
             return _after_body(JSONResponse(error.body, error.status, headers={"WWW-Authenticate": "Bearer"}))
         length = headers.get("content-length", "0")
@@ -75,11 +79,12 @@ class Guard:
             return _after_body(JSONResponse(error.body, error.status, headers={"Connection": "close"}))
         return self._apps[most]
 
-    def _is_allowed(self, headers: Headers) -> bool:
+    def _caller(self, headers: Headers) -> int | None:
+        """Return the number of the key that a request gives; None if it gives none of them."""
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip().encode("latin-1", "replace")
         found = [hmac.compare_digest(given, each) for each in self._keys]  # all of them: the time tells nothing
-        return kind.lower() == "bearer" and any(found)
+        return found.index(True) if kind.lower() == "bearer" and any(found) else None
 
 
 def _after_body(answer: ASGIApp) -> ASGIApp:

@@ -13,6 +13,7 @@ import msgspec
 from zinfer.requests.completion import CompletionDelta
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.scheduling.precedence import FIRST_COME, Precedence
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -26,7 +27,7 @@ class Submit(msgspec.Struct, tag=True):
     number: int
     prompt_ids: list[int]
     params: SamplingParams
-    is_background: bool = False
+    precedence: Precedence = FIRST_COME
 
 
 class Cancel(msgspec.Struct, tag=True):

@@ -36,7 +36,7 @@ def openai_routes(service: Service) -> APIRouter:
         body = await read_model(request, ChatBody)
         name = service.check_model(body.model)
         variables = template_variables(body.chat_template_kwargs, body.reasoning_effort)
-        several = await service.prompts.encode([_messages(body)], body.params(None), variables)
+        several = await service.prompts.encode([_messages(body)], body.params(None), variables, priority=body.priority)
         return await _answer(request, body, Call(service, several, [""], name, True, _wants_usage(body)))
 
     @router.post("/v1/completions", openapi_extra=_described(CompletionBody))
@@ -46,7 +46,7 @@ def openai_routes(service: Service) -> APIRouter:
         params = body.params(None)
         if body.echo and params.logprobs is not None:
             raise ApiError(400, "echo beside logprobs is not supported; leave one of them out", param="echo")
-        several = await service.prompts.encode(body.prompts, params, default_new=_DEFAULT_NEW)
+        several = await service.prompts.encode(body.prompts, params, default_new=_DEFAULT_NEW, priority=body.priority)
         echoes = [""] * len(several)
         if body.echo:
             echoes = await service.prompts.on_thread(_echoes(service, body.prompts))

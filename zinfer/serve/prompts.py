@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from zinfer.requests.length_limits import LengthLimits, Limit
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.scheduling.precedence import FIRST_COME, Precedence
+from zinfer.serve.caller import CALLER
 from zinfer.serve.errors import ApiError
 from zinfer.serve.messages import Ready
 
@@ -17,10 +19,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt's tokens, and its params with the number of new tokens filled in."""
+    """A prompt's tokens, its params with the number of new tokens filled in, and whether it starts before others."""
 
     prompt_ids: list[int]
     params: SamplingParams
+    precedence: Precedence = FIRST_COME
 
 
 class Prompts:
@@ -73,11 +76,13 @@ class Prompts:
         variables: Mapping[str, Any] | None = None,
         *,
         default_new: int | None = None,
+        priority: int | None = None,
     ) -> list[Encoded]:
         """Encode the prompts of a call.
 
         Args:
             variables: of the chat template.
+            priority: lower ones start first; None: 0.
             default_new: new tokens unless the call states them; None: what the context and the KV cache leave.
 
         Raises:
@@ -86,7 +91,9 @@ class Prompts:
         """
         if len(prompts) > self._most:
             raise ApiError(400, f"prompt: {len(prompts)} prompts are more than {self._most} of one call")
-        return await self.on_thread(lambda: [self._encode(each, params, variables, default_new) for each in prompts])
+        precedence = Precedence(priority=priority or 0, owner=CALLER.get())
+        several = await self.on_thread(lambda: [self._encode(each, params, variables, default_new) for each in prompts])
+        return [replace(each, precedence=precedence) for each in several]
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens. Raises ApiError if there is no tokenizer, or a token is beyond the vocabulary."""

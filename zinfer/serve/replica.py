@@ -13,6 +13,7 @@ import msgspec
 from zinfer.errors import ConfigError, JobError
 from zinfer.requests.completion import CompletionDelta
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.scheduling.precedence import FIRST_COME, Precedence
 from zinfer.serve.errors import ReplicaGone, RequestFailed
 from zinfer.serve.messages import (
     Cancel,
@@ -75,7 +76,7 @@ class Replica:
         await first
 
     async def complete(
-        self, prompt_ids: list[int], params: SamplingParams, *, is_background: bool = False
+        self, prompt_ids: list[int], params: SamplingParams, precedence: Precedence = FIRST_COME
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Yield what the ``n`` completions of a prompt get, token by token; leaving it early cancels them.
 
@@ -90,8 +91,8 @@ class Replica:
             raise ReplicaGone("the model is loading; try again in a while")
         connection, number, tokens = self._connection, next(self._numbers), len(prompt_ids) + params.most_new_tokens
         queue = self._queues[number] = asyncio.Queue()
-        self._count(tokens, params.n, is_background)
-        connection.send(Submit(number, prompt_ids, params, is_background))
+        self._count(tokens, params.n, precedence.is_background)
+        connection.send(Submit(number, prompt_ids, params, precedence))
         num_left = params.n
         try:
             while num_left:
@@ -102,7 +103,7 @@ class Replica:
                 num_left -= event.completion is not None
                 yield event
         finally:
-            self._count(-tokens, -params.n, is_background)
+            self._count(-tokens, -params.n, precedence.is_background)
             del self._queues[number]
             if num_left:
                 connection.send(Cancel(number))

@@ -10,6 +10,7 @@ from typing import Any, Final
 from zinfer.errors import ConfigError
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.openai_choice import OpenAIChoices
+from zinfer.scheduling.precedence import Precedence
 from zinfer.serve.errors import ApiError, ReplicaGone
 from zinfer.serve.metrics import Metrics
 from zinfer.serve.prompts import Encoded, Prompts
@@ -135,7 +136,9 @@ class Service:
                 replica = choose(self.replicas)
                 measured.begin(replica.index)
                 try:
-                    async with aclosing(replica.complete(encoded.prompt_ids, encoded.params)) as deltas:
+                    async with aclosing(
+                        replica.complete(encoded.prompt_ids, encoded.params, encoded.precedence)
+                    ) as deltas:
                         async for delta in deltas:
                             has_begun = True
                             measured.add(delta)
@@ -161,7 +164,7 @@ class Service:
         while True:
             try:
                 replica = choose(self.replicas)
-                deltas = replica.complete(encoded.prompt_ids, encoded.params, is_background=True)
+                deltas = replica.complete(encoded.prompt_ids, encoded.params, Precedence(is_background=True))
                 async with aclosing(deltas):
                     return await _whole(deltas)
             except ReplicaGone:
