@@ -1,5 +1,6 @@
 """Divides slabs among ranks: each owns one range of every slab, copies it, and gathers the others from their owners."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -53,7 +54,7 @@ class Partition:
             return block
         begin, end = self.bounds(block.nbytes)
         layout = SlabLayout((SlabTensor("range", torch.uint8, (end - begin,)),))
-        extents = tuple(cut for extent in block.extents if (cut := _clip(extent, begin, end)) is not None)
+        extents = tuple(cut for extent in block.extents for cut in _clip(extent, begin, end))
         return replace(block, layout=layout, extents=extents, conversion=None, checksum=None)
 
     def all_reads(self, block: Block) -> list[tuple[Extent, ...]]:
@@ -67,14 +68,23 @@ WHOLE: Final = Partition()
 """One rank, which owns whole slabs."""
 
 
-def _clip(extent: Extent, begin: int, end: int) -> Extent | None:
-    """Return the part of an extent within a slab's bytes ``begin`` to ``end``, with offsets from ``begin``; or None."""
-    assert extent.rows == 1, "slabs of columns are read whole"
-    first = max(extent.slab_offset, begin) - extent.slab_offset
-    last = min(extent.slab_offset + extent.slab_nbytes, end) - extent.slab_offset
-    if first >= last:
-        return None
-    # Bounds are multiples of 256 and elements are aligned, so no element is cut.
-    size, slab_size = extent.dtype.itemsize, extent.slab_dtype.itemsize
-    cut = part_of(extent, first // slab_size * size, (last - first) // slab_size * size)
-    return replace(cut, slab_offset=cut.slab_offset - begin)
+def _clip(extent: Extent, begin: int, end: int) -> Iterator[Extent]:
+    """Yield the parts of an extent within a slab's bytes ``begin`` to ``end``, with offsets from ``begin``."""
+    if extent.rows == 1:
+        first = max(extent.slab_offset, begin) - extent.slab_offset
+        last = min(extent.slab_offset + extent.slab_nbytes, end) - extent.slab_offset
+        if first < last:
+            # Bounds are multiples of 256 and elements are aligned, so no element is cut.
+            size, slab_size = extent.dtype.itemsize, extent.slab_dtype.itemsize
+            cut = part_of(extent, first // slab_size * size, (last - first) // slab_size * size)
+            yield replace(cut, slab_offset=cut.slab_offset - begin)
+        return
+    # Whole runs stay together; one that a bound falls into is cut, at most one at either end.
+    pitch, run_bytes = extent.slab_pitch, extent.slab_nbytes // extent.rows
+    first = min(max(-(-(begin - extent.slab_offset) // pitch), 0), extent.rows)
+    last = min(max((end - extent.slab_offset - run_bytes) // pitch + 1, 0), extent.rows)
+    if first < last:
+        whole = extent.rows_of(first, last - first)
+        yield replace(whole, slab_offset=whole.slab_offset - begin)
+    for run in sorted({first - 1, last} & {*range(extent.rows)} - {*range(first, last)}):
+        yield from _clip(replace(extent.rows_of(run, 1), pitch=0, slab_pitch=0), begin, end)

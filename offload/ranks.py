@@ -5,13 +5,20 @@ Collectives must be enqueued in the same order everywhere, and no rank can read 
 of blocks form one sequence for all ranks, by turns: the first rank that asks for a turn decides which block it is, and
 every rank gathers that block and releases it, whether its own compute wants it or not. Equal sequences of uses make
 equal predictions and prefetches on all ranks, so they need no other messages.
+
+[Note: ranks that divide layers, too]
+Ranks may divide each layer, and share the bytes of their part with the ranks that hold the same part of other rows.
+Those that divide layers wait for one another within a pass, in collectives. If the others' turns came in another order
+among each of the parts, every rank could wait for one that waits for it. So all parts have one sequence of turns, and
+ranks that divide layers together use the same turns for their pass: the first of them to come by decides whether a turn
+that others have asked for is theirs too (`Turn.is_own`).
 """
 
 import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +28,13 @@ from zinfer.offload.slots import Slot
 from zinfer.offload.source import Source
 from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.transfer import Target, Transfer
+
+
+class Turn(NamedTuple):
+    """The index of the block that all ranks use next, and whether this rank's compute uses it or only takes part."""
+
+    block: int
+    is_own: bool
 
 
 class Ranks(Protocol):
@@ -43,7 +57,7 @@ class Ranks(Protocol):
     def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:
         """Fill ``part`` (uint8, one range) with this rank's range of the slab of rank ``source``; None elsewhere."""
 
-    def take_turn(self, index: int, *, expected: bool) -> int:
+    def take_turn(self, index: int, *, expected: bool) -> Turn:
         """Return the block that all ranks use next: ``index``, or the one that another rank asked for first.
 
         Args:

@@ -122,10 +122,10 @@ class Streamer:
             raise RuntimeError(f"{block.name} is asked for while {held} is in use, which several ranks cannot follow")
         while True:
             expected = next(self._order.ahead(), block.index) == block.index
-            index = gathers.take_turn(block.index, expected=expected)
-            if index == block.index:
+            turn = gathers.take_turn(block.index, expected=expected)
+            if turn.is_own:
                 return
-            self.serve(index)
+            self.serve(turn.block)
 
     def _wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
         begin_s = time.perf_counter()

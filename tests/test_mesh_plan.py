@@ -161,7 +161,9 @@ def test_experts_are_listed_for_mixtures_that_can_be_divided(outline: Outline, m
     case = Case(mixture, machine, FROM_HOST)
     assert [*expert_meshes_of(Case(outline, machine, FROM_HOST), 4)] == []
     assert [*expert_meshes_of(case, 4, 2)] == [Mesh(replicas=2, expert=2)]
-    assert [*expert_meshes_of(case, 8)] == [Mesh(replicas=4, expert=2), Mesh(replicas=2, expert=4)], "six experts"
+    of_eight = [{"replicas": 4}, {"replicas": 2, "zero": 2}, {"zero": 4}]
+    wanted = [Mesh(expert=2, **each) for each in of_eight] + [Mesh(replicas=2, expert=4), Mesh(zero=2, expert=4)]
+    assert {*expert_meshes_of(case, 8)} == {*wanted}, "six experts"
     console = Console(width=80, record=True, file=io.StringIO())
     meshes = [*meshes_of(4), *expert_meshes_of(case, 4)]
     slow = machine_with(2_000_000_000, 10**10, replace(SLOW, device_bytes_per_s=1e6))
@@ -169,7 +171,7 @@ def test_experts_are_listed_for_mixtures_that_can_be_divided(outline: Outline, m
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
     assert any("expert" in line for line in lines)
-    assert sum(line.startswith("│") for line in lines) == len(meshes) == 8, "a line each"
+    assert sum(line.startswith("│") for line in lines) == len(meshes) == 9, "a line each"
     assert any("device memory" in line for line in lines)
 
 
@@ -188,7 +190,6 @@ def test_unknown_rates_are_said_and_the_table_is_narrow(outline: Outline) -> Non
     console.print(mesh_table([*planned(outline, ranks=4).values()]))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
-    assert sum("2*" in line for line in lines) == 1
 
 
 def zinfer_plan(*options: str) -> Result:
@@ -215,7 +216,6 @@ def test_the_command_lists_and_chooses(tmp_path: Path) -> None:
     assert stated["request"]["batch_size"] == 4
     text = zinfer_plan("--model", folder, "--ranks", "4").stdout
     assert "DeepSpeed's mp_size: 1" in text
-    assert "* zero and tensor ranks at once are not available yet" in text
 
 
 @pytest.mark.parametrize(

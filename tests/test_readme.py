@@ -74,7 +74,7 @@ def test_the_links_lead_somewhere() -> None:
 
 
 def test_the_readme_names_what_is_refused() -> None:
-    assert "only replicas combine with others" in TEXT
-    for pair in combinations(("pipeline", "zero", "expert", "tensor"), 2):
-        with pytest.raises(ConfigError, match=r"is not available yet: only one of pipeline, zero, expert and tensor "):
+    assert "stages, tensor and expert ranks do not combine" in TEXT
+    for pair in combinations(("pipeline", "expert", "tensor"), 2):
+        with pytest.raises(ConfigError, match=r"is not available yet: only one of pipeline, expert and tensor "):
             Mesh.of(dict.fromkeys((*pair, "replicas"), 2), ["host"] * 8)

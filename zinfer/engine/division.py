@@ -122,6 +122,15 @@ class Division:
             self.stages = StageHooks(module, prepared.part, self._exchange)
             self._ends.append(self.stages.remove)
 
+    def connect_outputs(self, serve: Callable[[], bool] | None) -> None:
+        """Let stages give their outputs to others, after all else has hooked into the module.
+
+        Args:
+            serve: as for `StageHooks.connect_outputs`.
+        """
+        if self.stages is not None:
+            self.stages.connect_outputs(serve)
+
     def remove(self) -> None:
         """Disconnect the part, and give the module its former shape; may be called again.
 

@@ -1,6 +1,6 @@
 """A model before its blocks have homes: the module, its weight files, and its blocks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -144,7 +144,8 @@ class PreparedModel:
     def plan(self, limits: MachineLimits, reserve: Footprint | None, ranks: ModelRanks | None = None) -> Plan:
         """Choose homes for the blocks; ``reserve`` and errors as for `beside_others`.
 
-        All ranks choose the same, within the smallest budgets of any.
+        All ranks choose the same, within the smallest budgets of any. Those that divide layers do if the parts are
+        shared by others: then for the largest part.
 
         Raises:
             PlanError: a budget is too small.
@@ -154,7 +155,11 @@ class PreparedModel:
         blocks = [block.block for block in self.blocks]
         if ranks is None:
             return make_plan(blocks, layers, left, self.settings)
-        return make_plan(blocks, layers, left.least(ranks.exchange(left)), self.settings, ranks.partition)
+        plan = make_plan(blocks, layers, left.least(ranks.exchange(left)), self.settings, ranks.partition)
+        if ranks.mesh.num_dividing == 1 or ranks.partition.size == 1:
+            return plan
+        sizes = [each.nbytes for each in blocks]
+        return replace(_of_largest(ranks.exchange((sizes, plan))), streamed_bytes=plan.streamed_bytes)
 
     def take_to(self, device: torch.device) -> None:
         """Load the buffers that are in no block onto the device, and make the module report it as its device."""
@@ -178,6 +183,13 @@ class PreparedModel:
     def packs(self) -> list[FusionGroup]:
         """The layers that can share a matrix product, because their weights are adjacent in the slab."""
         return packs_in(self.blocks, self.wanted_packs, self.module)
+
+
+def _of_largest(found: Sequence[tuple[Sequence[int], Plan]]) -> Plan:
+    """Return the plan of the ranks with the largest part of each block: all parts must stream the same blocks."""
+    largest, plan = max(found, key=lambda each: sum(each[0]))
+    assert all(own <= most for sizes, _ in found for own, most in zip(sizes, largest, strict=True)), "one has the most"
+    return plan
 
 
 def _check_part(checkpoint: Checkpoint, part: str, sharding: Sharding | None, settings: Settings) -> None:

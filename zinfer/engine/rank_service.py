@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from zinfer.errors import RankError
 from zinfer.offload.stream import Event
 from zinfer.offload.streamer import Streamer
 from zinfer.ranks.model_ranks import ModelRanks
@@ -36,7 +37,8 @@ class RankService:
     def __init__(
         self, ranks: ModelRanks, streamer: Streamer, lock: AbstractContextManager[bool], device: torch.device
     ) -> None:
-        self._ranks, self._streamer, self._lock, self._device = ranks, streamer, lock, device
+        self._ranks, self._turns = ranks, ranks.turns
+        self._streamer, self._lock, self._device = streamer, lock, device
         self._closing = False
         self._last_call: Event | None = None
         self._thread = threading.Thread(target=self._run, name="zinfer-rank-service", daemon=True)
@@ -46,10 +48,17 @@ class RankService:
         """Note that a call of this rank is over on the device after an event; called with the lock."""
         self._last_call = end
 
+    def serve_next(self) -> bool:
+        """Serve the next turn if another rank has asked for it; called with the lock, while no block is in use."""
+        index = self._turns.serve()
+        if index is not None:
+            self._streamer.serve(index)
+        return index is not None
+
     def close(self) -> None:
         """Serve until no rank asks for another block, or one has failed; may be called again. Takes the lock."""
         if not self._closing and self._ranks.failure is None:
-            self._ranks.say_done()
+            self._turns.say_done()
         self._closing = True
         self._thread.join()
 
@@ -58,30 +67,34 @@ class RankService:
             torch.cuda.set_device(self._device)
         try:
             while self._ranks.failure is None:
-                are_done = self._closing and self._ranks.all_are_done()  # before the wait: the last turn is served too
-                turn = self._ranks.wait_for_turn(_POLL_S)
+                are_done = self._closing and self._turns.all_are_done()  # before the wait: the last turn is served too
+                turn = self._turns.wait_for_next(_POLL_S)
                 if turn is not None:
-                    self._serve(*turn)
+                    self._serve(turn)
                 elif are_done:
                     return
         except BaseException as failure:  # raised on all ranks where they wait for blocks
             self._ranks.fail(failure)
 
-    def _serve(self, turn: int, index: int) -> None:
-        while not self._try_serve(turn, index):
+    def _serve(self, turn: int) -> None:
+        while self._ranks.failure is None and not self._try_serve(turn):
             time.sleep(_GAP_POLL_S)
 
-    def _try_serve(self, turn: int, index: int) -> bool:
+    def _try_serve(self, turn: int) -> bool:
         """Serve a turn unless this rank's own pass may begin with it; returns whether it is taken."""
         with self._lock, torch.no_grad():
-            if self._ranks.turn != turn:  # taken by this rank's own pass, or in one
+            if self._turns.number != turn:  # taken by this rank's own pass, or in one
                 return True
             if self._pass_may_follow():
                 return False
-            taken = self._ranks.take_turn(index, expected=True)
-            assert taken == index, f"turn {turn} was block {index} and is now {taken}"
-            self._streamer.serve(index)
-            return True
+            if self.serve_next():
+                return True
+            if self._closing:
+                raise RankError(
+                    f"{self._ranks.name_of(self._ranks.group.rank)} makes no more calls, and one that divides layers "
+                    "with it does; such ranks must make the same calls"
+                )
+            return False
 
     def _pass_may_follow(self) -> bool:
         last = self._last_call

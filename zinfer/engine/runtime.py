@@ -173,9 +173,14 @@ class Runtime:
         if self._service is not None:
             self._service.close()
         elif self._ranks is not None and self._ranks.failure is None:
-            self._ranks.say_done()
+            self._ranks.turns.say_done()
         if self._ranks is not None:
             self._ranks.wait_for_others()
+
+    @property
+    def serve_next(self) -> Callable[[], bool] | None:
+        """As `RankService.serve_next`; None if slabs are not shared."""
+        return None if self._service is None else self._service.serve_next
 
     def settle(self) -> None:
         """Release the blocks that a failed call still holds."""

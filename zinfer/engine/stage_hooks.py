@@ -8,7 +8,7 @@ before has sent it. `LLM` keeps all stages busy with as many passes of different
 (`zinfer.batching.batcher`); a call of an engine is one pass at a time, so one stage computes while the others wait.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def find_stage(mesh: Mesh, group: RankGroup | None) -> Stage | None:
 
 
 class StageHooks:
-    """Connects a stage's layers with those of the other stages, until `remove`.
+    """Connects a stage's layers with those of the other stages, until `remove`; first their inputs.
 
     Args:
         module: cut down by `part`.
@@ -48,16 +48,23 @@ class StageHooks:
     def __init__(self, module: PreTrainedModel, part: StageModel, exchange: StageExchange) -> None:
         self.stage, self.shares_logits = part.stage, True
         self._module, self._exchange = module, exchange
-        layers = list(part.layers.values())
-        head: Any = module.get_output_embeddings()
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._check, with_kwargs=True),
-            head.register_forward_hook(self._share),
-        ]
+        self._layers = list(part.layers.values())
+        self._handles: list[RemovableHandle] = [module.register_forward_pre_hook(self._check, with_kwargs=True)]
         if not self.stage.is_first:
-            self._handles.append(layers[0].register_forward_pre_hook(self._receive))
+            self._handles.append(self._layers[0].register_forward_pre_hook(self._receive))
+
+    def connect_outputs(self, serve: Callable[[], bool] | None) -> None:
+        """Give the outputs to other stages: after the hooks that release blocks, which must not be in use meanwhile.
+
+        Args:
+            serve: takes part in a use of a block by ranks that share this stage's; returns whether one had asked. None
+                if the stage's slabs are not shared.
+        """
+        head: Any = self._module.get_output_embeddings()
+        self._exchange.serve = serve
+        self._handles.append(head.register_forward_hook(self._share))
         if not self.stage.is_last:
-            self._handles.append(layers[-1].register_forward_hook(self._send))
+            self._handles.append(self._layers[-1].register_forward_hook(self._send))
 
     def remove(self) -> None:
         """Remove the hooks once all hidden states have arrived; may be called again."""

@@ -143,6 +143,7 @@ class StreamedModel:
                 checksums=checksums,
                 ranks=ranks,
             )
+            division.connect_outputs(runtime.serve_next)
             owned.pop_all()
         self.ranks, self.stages = ranks, division.stages
         self._divided = ranks if division.exchanges else None

@@ -15,7 +15,6 @@ from zinfer.ranks.mesh import Mesh
 from zinfer.units import human_bytes
 
 _MOST_ROWS: Final = 12
-_NOT_YET: Final = "* zero and tensor ranks at once are not available yet"
 
 PlanFor = Callable[[Case, int], BatchPlan | JobPlan]
 """Plans the part of one group of ranks with rows of its own, of so many groups."""
@@ -87,11 +86,11 @@ def meshes_of(num_ranks: int, num_hosts: int = 1) -> Iterator[Mesh]:
 
 
 def expert_meshes_of(case: Case, num_ranks: int, num_hosts: int = 1) -> Iterator[Mesh]:
-    """Yield the meshes of replicas and of ranks that divide a mixture's experts, of those that are predicted."""
-    for within in _divisors(num_ranks // num_hosts):
-        mesh = Mesh(replicas=num_ranks // within, expert=within)
-        if within > 1 and is_predicted(case.outline, mesh):
-            yield mesh
+    """Yield the meshes of replicas, ZeRO and ranks that divide a mixture's experts, of those that are predicted."""
+    for mesh in meshes_of(num_ranks, num_hosts):
+        divided = replace(mesh, expert=mesh.tensor, tensor=1)
+        if divided.expert > 1 and is_predicted(case.outline, divided):
+            yield divided
 
 
 def of_mesh(case: Case, mesh: Mesh, num_hosts: int = 1) -> Case:
@@ -162,7 +161,6 @@ def mesh_table(found: Sequence[MeshPlan]) -> Table:
     for each in found[:_MOST_ROWS]:
         fits = each.planned is not None
         numbers = [f"{getattr(each.mesh, mode)}" for mode in modes]
-        numbers[-1] += "" if each.mesh.is_available else "*"
         held = [human_bytes(nbytes) if fits else "" for nbytes in (each.device_bytes, each.host_bytes)]
         table.add_row(*numbers, f"{each.tokens_per_s:,.1f}" if fits else "", each.bottleneck, *held)
     return table
@@ -173,8 +171,6 @@ def mesh_lines(case: Case, found: Sequence[MeshPlan], num_hosts: int) -> list[st
     outline, memory = case.outline, case.machine.device_memory_bytes
     sizes = f"{human_bytes(outline.nbytes)} of weights, {human_bytes(memory)} a GPU"
     lines = [f"GPUs that hold all weights at once, DeepSpeed's mp_size: {deepspeed_mp_size(case)} ({sizes})"]
-    if not all(each.mesh.is_available for each in found):
-        lines.append(_NOT_YET)
     unknown = {"gathers": case.machine.rates.gather_bytes_per_s, "sums": case.machine.rates.all_reduce_bytes_per_s}
     if names := [name for name, rate in unknown.items() if rate is None]:
         taken = "gathers count as hidden" + (", ranks that divide layers are left out" if "sums" in names else "")
@@ -191,7 +187,6 @@ def mesh_documents(found: Sequence[MeshPlan]) -> list[dict[str, Any]]:
     return [
         {
             "parallel": each.mesh.stated,
-            "available": each.mesh.is_available,
             "tokens_per_s": each.tokens_per_s,
             "bottleneck": each.bottleneck,
             "device_bytes_per_rank": each.device_bytes,

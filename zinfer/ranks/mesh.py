@@ -16,7 +16,7 @@ sub-groups: `zinfer.ranks.model_ranks` beats and listens for all ranks of the me
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, Literal, TypeAlias, get_args
@@ -69,8 +69,8 @@ class Mesh:
         mesh.check(len(hosts))
         if not mesh.is_available:
             raise ConfigError(
-                f"zinfer.parallel = {json.dumps(mesh.stated)} is not available yet: only one of pipeline, zero, expert "
-                "and tensor can be above 1; set the others to 1, with replicas in their place"
+                f"zinfer.parallel = {json.dumps(mesh.stated)} is not available yet: only one of pipeline, expert and "
+                "tensor can be above 1; set the others to 1, with zero or replicas in their place"
             )
         return mesh
 
@@ -95,7 +95,7 @@ class Mesh:
     @property
     def is_available(self) -> bool:
         """Whether runs can use all its modes."""
-        return self.size // self.replicas in (self.pipeline, self.zero, self.expert, self.tensor)
+        return self.size // (self.replicas * self.zero) in (self.pipeline, self.expert, self.tensor)
 
     @property
     def num_dividing(self) -> int:
@@ -140,12 +140,16 @@ class Mesh:
         first = rank - self.coordinates(rank)[mode] * stride
         return tuple(first + place * stride for place in range(self.sizes[mode]))
 
-    def ranks_in_step(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that compute the same passes as a rank, itself among them, ascending."""
+    def ranks_in(self, modes: Iterable[Mode], rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from a rank in these modes alone, itself among them, ascending."""
         found = {rank}
-        for mode in ("pipeline", *DIVIDING):
+        for mode in modes:
             found = {each for own in found for each in self.ranks_along(mode, own)}
         return tuple(sorted(found))
+
+    def ranks_in_step(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that compute the same passes as a rank, itself among them, ascending."""
+        return self.ranks_in(("pipeline", *DIVIDING), rank)
 
     @property
     def num_shares(self) -> int:

@@ -1,8 +1,9 @@
 """The ranks of one model: the exchange of slabs and values, and the turns.
 
-Slabs and turns are those of a sub-group of the ranks, which share one copy of the model's bytes (`zero` of the mesh).
-Values are exchanged, and beats and failures heard, among all ranks of the job: one that fails ends the others, whether
-or not they share slabs with it.
+Slabs are those of a sub-group of the ranks, which share one copy of the bytes of a model, or of a part of it (`zero` of
+the mesh). Turns are those of all ranks that share or divide the same layers (`zinfer.offload.ranks`). Values are
+exchanged, and beats and failures heard, among all ranks of the job: one that fails ends the others, whether or not they
+share slabs with it.
 """
 
 import itertools
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from zinfer.errors import RankError
 from zinfer.nvme.pool import Pool
 from zinfer.offload.partition import Partition
+from zinfer.offload.ranks import Turn
 from zinfer.ranks.communicator import Communicator, TorchCommunicator
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import DIVIDING, Mesh, Mode
@@ -28,9 +30,8 @@ from zinfer.ranks.peer_memory import Card, PeerMemory, can_copy
 from zinfer.ranks.rank_store import growing_pauses
 from zinfer.ranks.rank_watch import BEAT_S, RankWatch
 from zinfer.ranks.sockets import SILENCE_S
+from zinfer.ranks.turns import Turns
 
-_PATIENCE_S: Final = 1.0  # for a rank in the middle of a pass to ask for its next block
-_KEPT_TURNS: Final = 1000  # more than any rank is behind another
 _MOST_PAUSE_S: Final = 1e-3
 _LEAVE_PAUSE_S: Final = 0.02
 _numbers = itertools.count()
@@ -50,7 +51,7 @@ class ModelRanks:
         mesh: how the processes are arranged.
         members: the ranks that share slabs with this one, itself among them.
         partition: this rank's place among the members.
-        turn: number of turns that the members have taken.
+        turns: of the ranks that share or divide the same layers.
     """
 
     def __init__(self, group: RankGroup, device: torch.device, mesh: Mesh | None = None) -> None:
@@ -59,15 +60,14 @@ class ModelRanks:
         self.mesh.check(group.size)
         self.members = self.mesh.ranks_along("zero", group.rank)
         self.partition = Partition(self.members.index(group.rank), len(self.members))
-        self._among = f"zero/{self.members[0]}"  # begins the keys of the members
-        self.turn = 0
         self._device = device
         self._communicators: dict[Mode, Communicator] = {}
         self._num_exchanges: Counter[Sequence[int]] = Counter()
         self._watch = RankWatch(group, f"model/{next(_numbers)}")
         self._watch.on_failure(self._give_up)
-        # A connection serves one thread: that of the model, and that of `wait_for_turn`.
+        # A connection serves one thread: that of the model, and that of `Turns.wait_for_next`.
         self._store, self._coming = self._watch.connect(), self._watch.connect()
+        self.turns = Turns(self.mesh, group.rank, self._store, self._coming, self.check)
         try:
             add_model(self)
             self._slabs = self.communicator("zero")
@@ -142,38 +142,9 @@ class ModelRanks:
         """Raise the error of the rank that has failed, if any."""
         self._watch.check()
 
-    def take_turn(self, index: int, *, expected: bool) -> int:
-        """As `Ranks.take_turn`.
-
-        Raises:
-            RankError: another rank failed.
-        """
-        key = self._turn_key(self.turn)
-        if not expected:
-            self._store.arrives(key, _PATIENCE_S)
-        taken = int(self._store.set_once(key, str(index)))
-        if self.partition.rank == 0 and self.turn >= _KEPT_TURNS:
-            self._store.delete(self._turn_key(self.turn - _KEPT_TURNS))
-        self.check()
-        self.turn += 1
-        return taken
-
-    def wait_for_turn(self, timeout_s: float) -> tuple[int, int] | None:
-        """Wait until a member asks for the next block; returns the turn's number and the block, None after the timeout.
-
-        Called by another thread than `take_turn`.
-        """
-        turn = self.turn
-        key = self._turn_key(turn)
-        return (turn, int(self._coming.get(key))) if self._coming.arrives(key, timeout_s) else None
-
-    def say_done(self) -> None:
-        """Tell the other members that this one asks for no more blocks."""
-        self._store.set(f"done/{self.group.rank}", "1")
-
-    def all_are_done(self) -> bool:
-        """Whether no member asks for another block; called by the thread of `wait_for_turn`."""
-        return self._coming.has(*(f"done/{rank}" for rank in self.members))
+    def take_turn(self, index: int, *, expected: bool) -> Turn:
+        """As `Ranks.take_turn`; raises RankError as `Turns.take`."""
+        return self.turns.take(index, expected=expected)
 
     def fail(self, failure: BaseException) -> None:
         """As `Ranks.fail`; only the first failure of all ranks is told. May be called by any thread."""
@@ -282,9 +253,6 @@ class ModelRanks:
         every = self.exchange(Card.of(self.group.hosts[self.group.rank], self._device))
         can = can_copy(members.index(self.group.rank), [every[rank] for rank in members])
         return all(self.exchange(can)) and len(members) > 1
-
-    def _turn_key(self, turn: int) -> str:
-        return f"{self._among}/turn/{turn}"
 
     def _give_up(self, failure: BaseException) -> None:
         """Let the device come to its end; the failure is set, so what communicators give from now on is not used."""

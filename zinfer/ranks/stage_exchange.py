@@ -1,6 +1,8 @@
 """`StageExchange`: hands hidden states from each stage of a pipeline to the next, and logits from the last to all."""
 
+import time
 from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Final
 
@@ -8,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from zinfer.ranks.model_ranks import ModelRanks
+from zinfer.ranks.rank_store import growing_pauses
 
 _MOST_SENDS: Final = 2
 """Sends under way: the next stage may still compute the pass before."""
+_MOST_PAUSE_S: Final = 1e-3
 
 
 class StageExchange:
@@ -18,6 +22,13 @@ class StageExchange:
 
     Two neighbours share a communicator of their own, and hidden states are broadcast in it: unlike sends, broadcasts
     over gloo can be asked whether they are done, so that a wait ends when a rank fails.
+
+    Ranks that share a stage's slabs have rows, and passes, of their own. One that only waited for another stage would
+    keep its ranges from them, and that stage may wait for one of them; so it serves them meanwhile, on the host.
+
+    Attributes:
+        serve: takes part in a use of a block by those that share this stage's slabs, returns whether one had asked for
+            it; None if they are not shared.
     """
 
     def __init__(self, ranks: ModelRanks) -> None:
@@ -36,6 +47,7 @@ class StageExchange:
                     self._next = made
         self._place = self.members.index(rank)
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
+        self.serve: Callable[[], bool] | None = None
 
     def receive(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of the stage before, which have this shape and dtype.
@@ -47,7 +59,7 @@ class StageExchange:
         """
         found = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         source = self.members[self._place - 1]
-        self._ranks.wait_for(dist.broadcast(found, src=source, group=self._before, async_op=True))
+        self._wait(dist.broadcast(found, src=source, group=self._before, async_op=True))
         return found
 
     def send(self, hidden: torch.Tensor) -> None:
@@ -57,7 +69,7 @@ class StageExchange:
             RankError: another rank failed.
         """
         while len(self._sends) >= _MOST_SENDS:
-            self._ranks.wait_for(self._sends.popleft()[0])
+            self._wait(self._sends.popleft()[0])
         given = hidden.contiguous()
         source = self.members[self._place]
         self._sends.append((dist.broadcast(given, src=source, group=self._next, async_op=True), given))
@@ -69,7 +81,7 @@ class StageExchange:
             RankError: another rank failed.
         """
         given = tensor.contiguous()
-        self._ranks.wait_for(dist.broadcast(given, src=self.members[-1], group=self._all, async_op=True))
+        self._wait(dist.broadcast(given, src=self.members[-1], group=self._all, async_op=True))
         return given
 
     def finish(self) -> None:
@@ -81,3 +93,13 @@ class StageExchange:
         while self._sends and self._ranks.failure is None:
             self._ranks.wait_for(self._sends.popleft()[0])
         self._sends.clear()
+
+    def _wait(self, work: Any) -> None:
+        pauses = growing_pauses(_MOST_PAUSE_S)
+        while self.serve is not None and not work.is_completed():
+            self._ranks.check()
+            if self.serve():
+                pauses = growing_pauses(_MOST_PAUSE_S)
+            else:
+                time.sleep(next(pauses))
+        self._ranks.wait_for(work)
