@@ -67,7 +67,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (text("", prompt=[]), "the prompt has no tokens; give it one at least"),
     (text("", prompt=[7, 5000]), "token ids are whole numbers from 0 to 130"),
     (text("", prompt="\udfff"), "the text holds half of a surrogate pair"),
-    (text("", echo=True), "echo must be False, not True"),
     (text("", best_of=3), "best_of must be equal to n, which is 1, not 3"),
     (text("", logprobs=True), "logprobs must be a whole number of at least 0, not True"),
     (asked("", "embeddings", input="x"), "url must be '/v1/chat/completions' or '/v1/completions', not"),

@@ -136,6 +136,13 @@ def test_rows_of_jobs(tmp_path: Path) -> None:
     assert first is None
     assert len(others) == scored["num_prompt_tokens"] - 1
     assert all(each["logprob"] < 0 and len(each["top"]) == 2 for each in others)
+    body = {"prompt": "hello", "max_tokens": 0, "echo": True, "logprobs": 1}
+    line = {"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": body}
+    write_rows(tmp_path / "batch.jsonl", [line])
+    run_job(folder, tmp_path / "batch.jsonl", tmp_path / "rows.jsonl", device="cpu")
+    (choice,) = read_rows(tmp_path / "rows.jsonl")[0]["response"]["body"]["choices"]
+    assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == "hello"
+    assert choice["logprobs"]["token_logprobs"] == [None, *(each["logprob"] for each in others)]
     errors = {row["id"]: row.get("error") for row in read_rows(tmp_path / "True.jsonl")}
     assert errors["new"] is None
     assert "prompt_logprobs need continuous batching" in errors["scored"]

@@ -11,10 +11,12 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
+import torch
 from guide_blocks import GUIDE, ROOT, blocks_of
 from jobs_support import letters_model
 from prometheus_client.parser import text_string_to_metric_families
 from serve_support import KEY, Server, serving
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zinfer import LLM, SamplingParams
 
@@ -148,6 +150,59 @@ def test_an_echo_begins_each_choice_with_its_prompt(client: openai.OpenAI, alone
     assert texts == [each.text for each in found.choices]
 
 
+def test_prompts_are_scored(client: openai.OpenAI, server: Server, model: Path) -> None:
+    """As evaluation harnesses ask, by text and by tokens, whole and streamed, with and without new tokens."""
+    reference = AutoModelForCausalLM.from_pretrained(model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(PROMPTS[6]).input_ids
+    with torch.no_grad():
+        wanted = reference(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    chosen = [float(row[token_id]) for row, token_id in zip(wanted, ids[1:], strict=False)]
+    options: dict[str, Any] = {"model": "letters", "temperature": 0, "echo": True, "logprobs": 1}
+    found = client.completions.create(prompt=[PROMPTS[6], PROMPTS[3]], max_tokens=1, **options)
+    by_tokens = client.completions.create(prompt=ids, max_tokens=0, **options)
+    *chunks, last = client.completions.create(prompt=ids, max_tokens=3, stream=True, **options)
+    for shown, num_new in ((found.choices[0], 1), (by_tokens.choices[0], 0), (chunks[0].choices[0], 0)):
+        assert shown.text.startswith(PROMPTS[6])
+        assert shown.logprobs is not None
+        own = shown.logprobs
+        assert own.token_logprobs is not None
+        assert own.top_logprobs is not None
+        assert "".join(own.tokens or ()) == shown.text
+        assert own.text_offset == list(range(len(ids) + num_new))
+        first, *scores = own.token_logprobs[: len(ids)]
+        assert (first, own.top_logprobs[0]) == (None, None)
+        assert scores == pytest.approx(chosen, abs=1e-4)
+        most = [float(row.max()) for row in wanted[:-1]]
+        assert [max(each.values()) for each in own.top_logprobs[1 : len(ids)]] == pytest.approx(most, abs=1e-4)
+    assert by_tokens.usage is not None
+    assert by_tokens.usage.completion_tokens == 0
+    assert [each.choices[0].logprobs.text_offset for each in chunks[1:]] == [[len(ids)], [len(ids) + 1]]
+    assert last.choices[0].logprobs is not None
+    with server.http() as http:
+        body = {"prompt": PROMPTS[6][:-2], "completions": [PROMPTS[6][-2:], "z"]}
+        answer = http.post("/score", json=body).json()
+        own_ids = http.post("/tokenize", json={"prompt": PROMPTS[6], "add_special_tokens": False}).json()
+        info = http.get("/tokenizer_info").json()
+        plain = http.post("/v1/completions", json={"prompt": ids, "prompt_logprobs": 2, "max_tokens": 1}).json()
+        streamed = http.post("/v1/completions", json={"prompt": ids, "prompt_logprobs": 2, "stream": True})
+        nothing = http.post("/score", json={"prompt": "a", "completions": ["b", ""]})
+    assert answer["data"][0]["token_logprobs"] == pytest.approx(chosen[-2:], abs=1e-4)
+    assert answer["data"][0]["logprob"] == pytest.approx(sum(chosen[-2:]), abs=1e-4)
+    assert [each["num_tokens"] for each in answer["data"]] == [2, 1]
+    assert [each["is_greedy"] for each in answer["data"]] == [False, False]
+    assert (own_ids["tokens"], own_ids["max_model_len"]) == (ids, 128)
+    assert info["chat_template"] == TEMPLATE
+    first, *others = plain["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert [each[str(token_id)]["logprob"] for each, token_id in zip(others, ids[1:], strict=True)] == pytest.approx(
+        chosen, abs=1e-4
+    )
+    assert streamed.status_code == 400
+    assert "not in the chunks of a stream" in streamed.json()["error"]["message"]
+    assert "completion 2 adds no tokens" in nothing.json()["error"]["message"]
+
+
 def test_forty_clients_at_once_get_the_texts_alone(server: Server, alone: dict[str, str]) -> None:
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
@@ -241,9 +296,10 @@ def test_tokens_are_counted_and_decoded(server: Server) -> None:
         assert http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
 
 
-def test_the_guides_client_gets_an_answer(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    block = next(each for each in blocks_of(GUIDE / "serve.md") if each.comment == "served")
-    code = block.text.replace("http://127.0.0.1:8000", server.url).replace('"secret"', repr(KEY))
+@pytest.mark.parametrize("words", ["chat.completions.create", "/score"])
+def test_the_guides_client_gets_an_answer(server: Server, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    block = next(each for each in blocks_of(GUIDE / "serve.md") if each.comment == "served" and words in each.text)
+    code = block.text.replace("http://127.0.0.1:8000", server.url).replace("secret", KEY)
     exec(compile(code.replace('model="model"', 'model="letters"'), "serve.md", "exec"), {})
     assert capsys.readouterr().out.strip()
 

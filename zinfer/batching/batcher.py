@@ -135,6 +135,7 @@ class Batcher:
             request.prompt_ids,
             max(params.most_new_tokens, 1),  # one that is dropped, if only the prompt is scored
             num_to_score=0 if params.prompt_logprobs is None else len(request.prompt_ids) - 1,
+            num_scored=params.prompt_logprobs_start - 1,  # a token's logits score the next one
             precedence=request.precedence,
         )
         self._scheduler.add(sequence)

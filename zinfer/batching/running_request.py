@@ -36,13 +36,14 @@ class RunningRequest:
 
     @property
     def scores(self) -> tuple[Logprobs | None, ...] | None:
-        """The log-probabilities of all tokens of the prompt, if they were asked for; None for the first token."""
+        """The log-probabilities of the prompt's tokens, if they were asked for; None before the first scored one."""
         return None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
 
     @property
     def is_well_scored(self) -> bool:
         """Whether the prompt's tokens all have log-probabilities; not if logits were no finite numbers."""
-        return self.prompt_logprobs is None or None not in self.prompt_logprobs[1:]
+        start = self.request.params.prompt_logprobs_start
+        return self.prompt_logprobs is None or None not in self.prompt_logprobs[start:]
 
     def end(self) -> tuple[str, str | None] | None:
         """Return the finish reason, and the error if any, if the sequence ends with its last token; else None.

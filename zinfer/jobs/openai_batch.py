@@ -20,6 +20,7 @@ class OpenAIForm:
 
     is_chat: bool
     model: str | None
+    echoes: bool = False
 
 
 class _Line(BaseModel):
@@ -42,7 +43,6 @@ class _ChatRow(ChatBody):
 class _CompletionRow(CompletionBody):
     priority: Annotated[None, Field(description="left out: a batch's rows start in order")] = None
     stream: Literal[False] | None = None
-    echo: Literal[False] | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -76,5 +76,5 @@ def read_request(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[
     else:
         body = read_body(_CompletionRow, line.body)
         source = {"prompt" if isinstance(body.prompt, str) else "prompt_token_ids": body.prompt}
-    form = OpenAIForm(isinstance(body, ChatBody), body.model)
+    form = OpenAIForm(isinstance(body, ChatBody), body.model, isinstance(body, CompletionBody) and bool(body.echo))
     return {**source, "params": body.params(max_new_tokens), "openai": form}

@@ -8,7 +8,7 @@ from zinfer.jobs.openai_batch import OpenAIForm
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import RowId, id_key
 from zinfer.requests.completion import Completion
-from zinfer.requests.openai_choice import OpenAIChoices, usage
+from zinfer.requests.openai_choice import Echo, OpenAIChoices, usage
 
 
 class OpenAIResponses:
@@ -23,18 +23,23 @@ class OpenAIResponses:
     def __init__(self, began: datetime, model_name: str, tokenizer: Any) -> None:
         self._created = int(began.timestamp())
         self._model_name = model_name
+        self._tokenizer = tokenizer
         self._choices = OpenAIChoices(tokenizer)
 
     def completed(self, prompt: Prompt, form: OpenAIForm, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the output row of a prompt with all its completions."""
-        skips_special = prompt.params.skip_special_tokens
+        skips_special, echo = prompt.params.skip_special_tokens, None
+        if form.echoes:
+            text = prompt.row.prompt
+            echo = Echo(self._tokenizer.decode(prompt.token_ids) if text is None else text, prompt.token_ids)
         body = {
             "id": f"{'chatcmpl' if form.is_chat else 'cmpl'}-{_hash(prompt.row.id)}",
             "object": "chat.completion" if form.is_chat else "text_completion",
             "created": self._created,
             "model": self._model_name if form.model is None else form.model,
             "choices": [
-                self._choices.whole(each, is_chat=form.is_chat, skips_special=skips_special) for each in completions
+                self._choices.whole(each, is_chat=form.is_chat, skips_special=skips_special, echo=echo)
+                for each in completions
             ],
             "usage": usage(len(prompt.token_ids), sum(len(each.token_ids) for each in completions)),
         }

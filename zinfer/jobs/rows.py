@@ -73,7 +73,7 @@ class Row(BaseModel):
     @property
     def shows_tokens(self) -> bool:
         """Whether its output row shows single tokens as text."""
-        return self.openai is not None and self.params.logprobs is not None
+        return self.openai is not None and (self.params.logprobs is not None or self.openai.echoes)
 
     def bad(self, line_number: int, problem: str) -> "BadRow":
         """Return the error row for a problem found later."""

@@ -30,7 +30,7 @@ class Completion:
         finish_reason: "stop" (an end token or a stop string), "length", "error", or "cancelled" with a partial result.
         logprobs: for each token, if requested.
         error: error message; None if there was no error.
-        prompt_logprobs: for each token of the prompt, if requested; None for the first one.
+        prompt_logprobs: for each token of the prompt, if requested; None for those before the first one that is scored.
         stop_reason: the member of ``stop`` or ``stop_token_ids`` that ended it; None if something else did, such as an
             end token of the model.
     """

@@ -71,6 +71,11 @@ class Body(BaseModel):
         """`SamplingParams.logprobs`, not validated."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> Any:
+        """`SamplingParams.prompt_logprobs` unless it is given, not validated."""
+        return None
+
     def params(self, max_new_tokens: int | None) -> SamplingParams:
         """Return the sampling parameters; ``max_new_tokens`` is the default.
 
@@ -84,6 +89,10 @@ class Body(BaseModel):
         if type(seed := sampled.get("seed")) is int and -(2**63) <= seed < 0:
             sampled["seed"] = seed + 2**64
         sampled["logprobs"] = self.num_logprobs
+        if sampled.get("prompt_logprobs") is None:
+            sampled["prompt_logprobs"] = self.num_prompt_logprobs
+        elif self.stream:
+            raise ConfigError("prompt_logprobs are not in the chunks of a stream; leave stream out, or use echo")
         if (structure := structure_of_response_format(self.response_format)) is not None:
             if sampled.get("structured_outputs") is not None:
                 raise ConfigError(
@@ -141,6 +150,13 @@ class CompletionBody(Body):
     @property
     def num_logprobs(self) -> Any:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> Any:
+        if not self.echo:
+            return None
+        is_echo_alone = self.logprobs is None and (self.model_extra or {}).get("max_tokens") == 0
+        return 0 if is_echo_alone else self.logprobs
 
     def params(self, max_new_tokens: int | None) -> SamplingParams:
         params = super().params(max_new_tokens)

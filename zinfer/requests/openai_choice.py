@@ -1,6 +1,7 @@
 """Choices of OpenAI's chat completions and text completions, whole and as chunks of a stream."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
@@ -9,6 +10,14 @@ from zinfer.requests.logprobs import Logprobs
 
 _LEAST_LOGPROB: Final = -9999.0  # OpenAI's value for impossible tokens; JSON has no infinity
 _REPLACEMENT: Final = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that choices begin with: its text and its tokens."""
+
+    text: str
+    token_ids: Sequence[int]
 
 
 class OpenAIChoices:
@@ -23,21 +32,37 @@ class OpenAIChoices:
         self._special = frozenset(() if tokenizer is None else tokenizer.all_special_ids)
         self._texts: dict[int, str] = {}  # of single tokens
 
-    def whole(self, completion: Completion, *, is_chat: bool, skips_special: bool, begin: int = 0) -> dict[str, Any]:
-        """Return a completion as a choice.
+    def whole(
+        self, completion: Completion, *, is_chat: bool, skips_special: bool, echo: Echo | None = None
+    ) -> dict[str, Any]:
+        """Return a completion as a choice; scores of a prompt that is not echoed are in it as in vLLM's.
 
         Args:
             skips_special: whether the text lacks special tokens.
-            begin: position of the completion in the choice's text, after an echoed prompt.
+            echo: what the choice begins with.
         """
-        answer: dict[str, Any] = {"text": completion.text}
+        scores, begin = completion.prompt_logprobs, 0 if echo is None else len(echo.text)
+        answer: dict[str, Any] = {"text": completion.text if echo is None else echo.text + completion.text}
         if is_chat:
             answer = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
         shown = self._logprobs(
             completion.token_ids, completion.logprobs, begin, begin + len(completion.text), is_chat, skips_special
         )
+        if echo is not None and scores is not None and shown is not None:
+            own = self._echoed(echo, scores)
+            shown = {name: own[name] + values for name, values in shown.items()}
         reasons = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
         return {"index": completion.sample_index, **answer, "logprobs": shown, **reasons}
+
+    def echo(self, echo: Echo, scores: Sequence[Logprobs | None] | None) -> dict[str, Any]:
+        """Return a prompt as the first of a stream's chunks for a choice, without its index."""
+        shown = None if scores is None else self._echoed(echo, scores)
+        return {"text": echo.text, "logprobs": shown, "finish_reason": None}
+
+    def scores(self, token_ids: Sequence[int], scores: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:
+        """Return the scores of a prompt as vLLM's `prompt_logprobs`: for each token an object by token ids."""
+        pairs = zip(token_ids, scores, strict=True)
+        return [None if each is None else self._by_id(token_id, each) for token_id, each in pairs]
 
     def chunk(self, delta: CompletionDelta, *, is_chat: bool, skips_special: bool, begin: int = 0) -> dict[str, Any]:
         """Return an increment of a completion as the choice of a stream's chunk.
@@ -101,6 +126,33 @@ class OpenAIChoices:
             "top_logprobs": [self._by_text(*pair) for pair in pairs],
             "text_offset": [min(offset, end) for offset in offsets],
         }
+
+    def _echoed(self, echo: Echo, scores: Sequence[Logprobs | None]) -> dict[str, Any]:
+        """Return the logprobs of a prompt; a token that is not in the text, such as the first special one, is empty."""
+        texts, offsets, end = [self._text(token_id) for token_id in echo.token_ids], [], 0
+        for token_id, text in zip(echo.token_ids, texts, strict=True):
+            offsets.append(min(end, len(echo.text)))
+            is_hidden = token_id in self._special and not echo.text.startswith(text, end)
+            end += 0 if is_hidden else len(text)
+        pairs = list(zip(echo.token_ids, scores, strict=True))
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if each is None else max(each.chosen, _LEAST_LOGPROB) for each in scores],
+            "top_logprobs": [None if each is None else self._by_text(token_id, each) for token_id, each in pairs],
+            "text_offset": offsets,
+        }
+
+    def _by_id(self, token_id: int, each: Logprobs) -> dict[str, Any]:
+        found = {
+            str(other_id): {
+                "logprob": max(logprob, _LEAST_LOGPROB),
+                "rank": rank,
+                "decoded_token": self._text(other_id),
+            }
+            for rank, (other_id, logprob) in enumerate(zip(each.top_ids, each.top, strict=True), start=1)
+        }
+        own = {"logprob": max(each.chosen, _LEAST_LOGPROB), "rank": None, "decoded_token": self._text(token_id)}
+        return {str(token_id): found.get(str(token_id), own)} | found
 
     def _by_text(self, token_id: int, each: Logprobs) -> dict[str, float]:
         """Map the text of the top tokens and the chosen one to logprobs; the highest wins for equal texts."""

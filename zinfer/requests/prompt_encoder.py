@@ -99,6 +99,10 @@ class PromptEncoder:
         if params.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; give stop_token_ids instead")
         params.check_vocabulary(self._vocab_size)
+        if params.prompt_logprobs is not None and params.prompt_logprobs_start > len(token_ids):
+            raise ConfigError(
+                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(token_ids)} tokens"
+            )
         params = params.within(self._limits.most_new(len(token_ids)))
         if problem := self._limits.problem(len(token_ids), params.most_new_tokens):
             raise ConfigError(problem)

@@ -65,7 +65,8 @@ class SamplingParams:
     stop: texts; stop_token_ids: tokens besides the model's end tokens. ignore_eos: the model's end tokens do not stop.
     include_stop_str_in_output: keep the stop string or token in the text. skip_special_tokens: omit special tokens.
     n: number of outputs. logprobs: number of alternatives returned for each token; 0: only the chosen token's
-    log-probability; None: nothing. prompt_logprobs: the same for the prompt's tokens.
+    log-probability; None: nothing. prompt_logprobs: the same for the prompt's tokens from position
+    prompt_logprobs_start on, at the earliest the second one (1).
     seed: seed of this request's random stream; None: the caller chooses.
     """
 
@@ -103,6 +104,7 @@ class SamplingParams:
     n: Annotated[int, Field(ge=1, le=MAX_N, description=f"a whole number from 1 to {MAX_N}")] = 1
     logprobs: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = None
+    prompt_logprobs_start: Annotated[int, Field(ge=1, description="a whole number of at least 1")] = 1
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="a whole number from 0 to 2**64 - 1")] = None
 
     @model_validator(mode="after")

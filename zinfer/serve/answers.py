@@ -13,7 +13,7 @@ from uuid import uuid4
 from fastapi.sse import format_sse_event
 
 from zinfer.requests.completion import Completion, CompletionDelta
-from zinfer.requests.openai_choice import usage
+from zinfer.requests.openai_choice import Echo, usage
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
@@ -25,14 +25,14 @@ class Call:
 
     Attributes:
         several: its encoded prompts; choices are numbered over all their completions.
-        echoes: for each prompt, the text that its choices begin with.
+        echoes: for each prompt, what its choices begin with.
         model: the name that the answer has.
         includes_usage: whether a stream ends with the counts of tokens.
     """
 
     service: Service
     several: Sequence[Encoded]
-    echoes: Sequence[str]
+    echoes: Sequence[Echo | None]
     model: str
     is_chat: bool
     includes_usage: bool = False
@@ -71,30 +71,34 @@ class Call:
             yield _event({**frame, "choices": [], "usage": self._usage(num_new)})
         yield format_sse_event(data_str="[DONE]")
 
-    def _whole_choice(self, encoded: Encoded, echo: str, completion: Completion, index: int) -> dict[str, Any]:
+    def _whole_choice(self, encoded: Encoded, echo: Echo | None, completion: Completion, index: int) -> dict[str, Any]:
+        choices, scores = self.service.choices, completion.prompt_logprobs
         skips_special = encoded.params.skip_special_tokens
-        choice = self.service.choices.whole(
-            completion, is_chat=self.is_chat, skips_special=skips_special, begin=len(echo)
-        )
-        if echo:
-            choice["text"] = echo + choice["text"]
+        choice = choices.whole(completion, is_chat=self.is_chat, skips_special=skips_special, echo=echo)
+        if echo is None and scores is not None:
+            choice["prompt_logprobs"] = choices.scores(encoded.prompt_ids, scores)
         return {**choice, "index": index}
 
     async def _choices(self) -> AsyncGenerator[tuple[dict[str, Any] | None, int], None]:
         """Yield the choices of chunks, each with the number of its new tokens; None: their text is held back."""
-        first_index, begins = 0, defaultdict[int, int](int)
+        first_index, begins, waiting = 0, defaultdict[int, int](int), dict[int, Echo]()
         streams: list[AsyncIterator[tuple[int, Encoded, CompletionDelta]]] = []
         for encoded, echo in zip(self.several, self.echoes, strict=True):
             for index in range(first_index, first_index + encoded.params.n):
                 if self.is_chat:
                     yield _first_of_chat(index), 0
-                elif echo:
-                    begins[index] = len(echo)
-                    yield {"index": index, "text": echo, "logprobs": None, "finish_reason": None}, 0
+                elif echo is not None:
+                    begins[index] = len(echo.text)
+                    if encoded.params.prompt_logprobs is None:
+                        yield {**self.service.choices.echo(echo, None), "index": index}, 0
+                    else:
+                        waiting[index] = echo
             streams.append(self._numbered(encoded, first_index))
             first_index += encoded.params.n
         async with aclosing(_merged(streams)) as merged:
             async for index, encoded, delta in merged:
+                if (own := waiting.pop(index, None)) is not None:
+                    yield {**self.service.choices.echo(own, delta.prompt_logprobs), "index": index}, 0
                 if not delta.text and not delta.logprobs and delta.completion is None:
                     yield None, len(delta.token_ids)
                     continue

@@ -18,6 +18,7 @@ from zinfer.serve.openai_routes import openai_routes
 from zinfer.serve.operation_routes import operation_routes
 from zinfer.serve.page_routes import page_routes
 from zinfer.serve.replica_metrics import BatchMetrics
+from zinfer.serve.score_routes import score_routes
 from zinfer.serve.service import Service
 
 
@@ -58,6 +59,7 @@ def make_app(
     app.include_router(operation_routes(service))
     app.include_router(mii_routes(service))
     app.include_router(page_routes())
+    app.include_router(score_routes(service))
     if folder is not None:
         files = FileStore(folder / "files")
         batches = Batches(folder / "batches", service, files)

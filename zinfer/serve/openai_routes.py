@@ -1,18 +1,21 @@
 """OpenAI's routes that complete prompts, and its list of models."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from zinfer.requests.openai_body import Body, ChatBody, CompletionBody
+from zinfer.requests.openai_choice import Echo
 from zinfer.requests.prompt_encoder import PromptLike, template_variables
 from zinfer.serve.answers import Call
 from zinfer.serve.body import read_model
 from zinfer.serve.disconnect import unless_disconnected
 from zinfer.serve.errors import ApiError
+from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
 
 _DEFAULT_NEW: Final = 16
@@ -37,19 +40,17 @@ def openai_routes(service: Service) -> APIRouter:
         name = service.check_model(body.model)
         variables = template_variables(body.chat_template_kwargs, body.reasoning_effort)
         several = await service.prompts.encode([_messages(body)], body.params(None), variables, priority=body.priority)
-        return await _answer(request, body, Call(service, several, [""], name, True, _wants_usage(body)))
+        return await _answer(request, body, Call(service, several, [None], name, True, _wants_usage(body)))
 
     @router.post("/v1/completions", openapi_extra=_described(CompletionBody))
     async def completions(request: Request) -> Response:
         body = await read_model(request, CompletionBody)
         name = service.check_model(body.model)
         params = body.params(None)
-        if body.echo and params.logprobs is not None:
-            raise ApiError(400, "echo beside logprobs is not supported; leave one of them out", param="echo")
         several = await service.prompts.encode(body.prompts, params, default_new=_DEFAULT_NEW, priority=body.priority)
-        echoes = [""] * len(several)
+        echoes: list[Echo | None] = [None] * len(several)
         if body.echo:
-            echoes = await service.prompts.on_thread(_echoes(service, body.prompts))
+            echoes = await service.prompts.on_thread(partial(_echoes, service, body.prompts, several))
         return await _answer(request, body, Call(service, several, echoes, name, False, _wants_usage(body)))
 
     return router
@@ -84,17 +85,11 @@ def _wants_usage(body: Body) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
-def _echoes(service: Service, prompts: Sequence[PromptLike]) -> Callable[[], list[str]]:
-    def text(prompt: PromptLike) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        decoded: str = service.tokenizer.decode(cast(Mapping[str, Any], prompt)["prompt_token_ids"])
-        return decoded
-
-    def decode() -> list[str]:
-        return [text(each) for each in prompts]
-
-    return decode
+def _echoes(service: Service, prompts: Sequence[PromptLike], several: Sequence[Encoded]) -> list[Echo | None]:
+    return [
+        Echo(prompt if isinstance(prompt, str) else service.tokenizer.decode(each.prompt_ids), each.prompt_ids)
+        for prompt, each in zip(prompts, several, strict=True)
+    ]
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class _Tokenize(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
 
 
 class _Detokenize(BaseModel):
@@ -63,8 +64,16 @@ def operation_routes(service: Service) -> APIRouter:
             raise ApiError(400, "give one of 'prompt' and 'messages', and only one")
         prompt: PromptLike | None = body.prompt if body.prompt is not None else body.messages
         assert prompt is not None
-        (encoded,) = await service.prompts.encode([prompt], SamplingParams(), default_new=1)
-        return {"count": len(encoded.prompt_ids), "tokens": encoded.prompt_ids}
+        if not body.add_special_tokens and body.prompt is not None:
+            token_ids = await service.prompts.plain_ids(body.prompt)
+        else:
+            (encoded,) = await service.prompts.encode([prompt], SamplingParams(), default_new=1)
+            token_ids = encoded.prompt_ids
+        return {"count": len(token_ids), "max_model_len": service.prompts.most_tokens, "tokens": token_ids}
+
+    @router.get("/tokenizer_info")
+    def tokenizer_info() -> dict[str, Any]:
+        return service.prompts.tokenizer_info()
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:

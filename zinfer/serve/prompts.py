@@ -97,17 +97,39 @@ class Prompts:
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens. Raises ApiError if there is no tokenizer, or a token is beyond the vocabulary."""
-        if self.tokenizer is None:
-            raise ApiError(400, "the model's folder has no tokenizer")
+        tokenizer = self._known_tokenizer
         beyond = next((each for each in token_ids if each >= self._loaded.vocab_size), None)
         if beyond is not None:
             raise ApiError(400, f"tokens: token ids are below {self._loaded.vocab_size}, not {beyond}", param="tokens")
-        text: str = await self.on_thread(lambda: self.tokenizer.decode(token_ids))
+        text: str = await self.on_thread(lambda: tokenizer.decode(token_ids))
         return text
+
+    async def plain_ids(self, text: str) -> list[int]:
+        """Return a text's tokens without special ones. Raises ApiError if there is no tokenizer."""
+        tokenizer = self._known_tokenizer
+        found: list[int] = await self.on_thread(lambda: tokenizer(text, add_special_tokens=False).input_ids)
+        return found
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Return what clients need to make prompts of their own. Raises ApiError if there is no tokenizer."""
+        tokenizer = self._known_tokenizer
+        tokens = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": self.most_tokens,
+            **tokens,
+            "chat_template": tokenizer.chat_template,
+        }
 
     async def on_thread(self, work: Callable[[], _T]) -> _T:
         """Run work with the tokenizer on the thread that owns it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    @property
+    def _known_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ApiError(400, "the model's folder has no tokenizer")
+        return self.tokenizer
 
     @property
     def _loaded(self) -> Ready:
