@@ -30,6 +30,11 @@ class Running:
         return len(self._background)
 
     @property
+    def has_background(self) -> bool:
+        """Whether a sequence in the background runs."""
+        return bool(self._background)
+
+    @property
     def last(self) -> Sequence | None:
         """The sequence in the background that was admitted last; without one, the last of the others."""
         return next(reversed((self._background or self._foreground).values()), None)

@@ -248,6 +248,8 @@ class Scheduler:
     def _give_way(self, new_pass: Pass, budget: int, most_running: int) -> tuple[Claims, bool]:
         """Preempt background sequences for the claims of others; returns the claims, and whether any was preempted."""
         prompt, running = self._running.prompt, self._running
+        if not running.has_background:
+            return Claims(), False
         waiting = [*self._preempted.foreground(), *self._queue.foreground()]
         claims = Claims.of(prompt, waiting, budget, self.pool)
         if not claims.num_tokens:
