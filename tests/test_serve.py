@@ -253,6 +253,19 @@ def test_every_route_needs_the_key(server: Server) -> None:
         server.client(api_key="wrong").models.list()
 
 
+def test_the_page_needs_no_key_and_lets_nothing_else_through(server: Server) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        for path in ("/", *(f"/page/{each.name}" for each in (ROOT / "zinfer" / "serve" / "page").iterdir())):
+            answer = http.get(path)
+            assert answer.status_code == 200
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+            assert answer.headers["content-type"].partition(";")[0] in ("text/html", "text/css", "text/javascript")
+        assert http.post("/").status_code == 401
+        assert http.get("/page/nothing.js").status_code == 404
+        for path in ("/load", "/page/../load", "/page/%2e%2e/load", "/v1/models"):
+            assert http.get(path).status_code in (401, 404)
+
+
 BAD: list[tuple[bytes, int, str]] = [
     (b"", 400, "not JSON"),
     (b"{", 400, "not JSON"),

@@ -16,6 +16,7 @@ import uvicorn
 from zinfer.serve.app import make_app
 from zinfer.serve.replica import Replica
 from zinfer.serve.service import Service, ServiceLimits
+from zinfer.serve.service_manager import ServiceManager
 
 _DRAIN_S: Final = 60
 
@@ -124,6 +125,7 @@ async def _serve(service: Service, options: ServerOptions, say: Callable[[str], 
     announcing = asyncio.create_task(_announce(server, options, sockets, say))
     await server.serve(sockets or None)
     announcing.cancel()
+    await asyncio.wait((announcing,))
 
 
 def _bind(options: ServerOptions) -> socket.socket:
@@ -134,11 +136,13 @@ def _bind(options: ServerOptions) -> socket.socket:
 async def _announce(
     server: uvicorn.Server, options: ServerOptions, sockets: Sequence[socket.socket], say: Callable[[str], object]
 ) -> None:
+    """Tell where the server listens, once it does; and the service manager, for as long as it does."""
     while not server.started:
         await asyncio.sleep(0.01)
     if options.uds is not None:
         say(f"serving {options.names[0]} on {options.uds}")
-        return
-    scheme = "http" if options.certificate is None else "https"
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    say(f"serving {options.names[0]} on {scheme}://{host}:{sockets[0].getsockname()[1]}/v1")
+    else:
+        scheme = "http" if options.certificate is None else "https"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        say(f"serving {options.names[0]} on {scheme}://{host}:{sockets[0].getsockname()[1]}/v1")
+    await ServiceManager().watch()
