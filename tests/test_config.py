@@ -145,7 +145,6 @@ def test_agreeing_spellings_are_fine() -> None:
     [
         ({"moe": {"type": "residual"}}, 'moe.type = "residual" is not available yet: residual mixtures add'),
         ({"moe_type": "residual"}, 'moe_type = "residual" is not available yet: '),
-        ({"moe": {"ep_group": "all"}}, 'moe.ep_group = "all" is not available yet: process groups that others made'),
         (
             {"checkpoint": {"type": "Megatron", "checkpoints": ["mp_rank_00/a.pt", "mp_rank_01/a.pt"], "version": 0.0}},
             'checkpoint = {"type": "Megatron", ',
@@ -167,9 +166,7 @@ def test_what_is_not_available_yet_is_refused(kwargs: dict[str, Any], message: s
 
 
 def test_a_refused_feature_says_which_value_is_fine() -> None:
-    assert _refusal(zero={"zero_hpz_partition_size": 2}).endswith("; remove it or set it to 1")
     assert _refusal(moe_type="residual").endswith('; remove it or set it to "standard"')
-    assert _refusal(ep_group="x").endswith("; remove it or set it to null")
 
 
 def test_checkpoint_is_joined_to_its_folder() -> None:

@@ -61,7 +61,11 @@ def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
         ('{"train_batch_size": ' + "9" * 5000 + "}", "not JSON: "),
         ('{"aio": {"queue_dpth": 1}}', "unknown key aio.queue_dpth; did you mean aio.queue_depth?"),
         ('{"aio": {"queue_depth": "one"}}', 'aio.queue_depth = "one": expected a whole number of at least 1'),
-        ('{"ep_group": 2}', "ep_group = 2 is not available yet: "),
+        ('{"ep_group": 2}', "ep_group = 2: expected a process group of torch.distributed that this process is in"),
+        (
+            '{"zero": {"leaf_module": {"names": [1]}}}',
+            "zero.leaf_module.names = [1]: expected a name, or a list of names",
+        ),
         ('{"zero": {}, "zero_optimization": {}}', "zero and zero_optimization are the same key"),
     ],
 )

@@ -23,6 +23,7 @@ SECTIONS = {
     "checkpoint_config": ["ckpt_config"],
     "zero_optimization": ["zero"],
     "zero_optimization.offload_param": [],
+    "zero_optimization.leaf_module": [],
     "aio": [],
     "fp16": [],
     "bf16": [],
@@ -92,6 +93,14 @@ SUPPORTED = {
     "ep_size": [],
     "moe_experts": [],
     "moe_type": [],
+    "ep_group": ["expert_group"],
+    "ep_mp_group": ["expert_mp_group"],
+    "moe.ep_group": ["expert_group"],
+    "moe.ep_mp_group": ["expert_mp_group"],
+    "zero_optimization.zero_hpz_partition_size": [],
+    "zero_optimization.leaf_module.classes": [],
+    "zero_optimization.leaf_module.names": [],
+    "zero_optimization.leaf_module.name_suffixes": [],
     "tensor_parallel.mpu": [],
     "tensor_parallel.tp_group": [],
     "tensor_parallel.partition_config": [],
@@ -99,14 +108,6 @@ SUPPORTED = {
     "mpu": [],
     "training_mp_size": [],
     "save_mp_checkpoint_path": [],
-}
-UNSUPPORTED = {
-    "ep_group": ["expert_group"],
-    "ep_mp_group": ["expert_mp_group"],
-    "moe.ep_group": ["expert_group"],
-    "moe.ep_mp_group": ["expert_mp_group"],
-    "zero_optimization.zero_hpz_partition_size": [],
-    "zero_optimization.leaf_module": [],
 }
 IGNORED = {
     "use_triton": [],
@@ -145,7 +146,6 @@ IGNORED = {
 }
 EXPECTED = [
     *((path, Status.SUPPORTED, aliases) for path, aliases in (SECTIONS | SUPPORTED).items()),
-    *((path, Status.UNSUPPORTED, aliases) for path, aliases in UNSUPPORTED.items()),
     *((path, Status.IGNORED, aliases) for path, aliases in IGNORED.items()),
 ]
 
@@ -189,22 +189,6 @@ def test_table_and_settings_agree_on_defaults(key: Key) -> None:
 def test_a_key_without_effect_is_listed_whatever_it_holds(key: Key) -> None:
     settings = resolve_settings(_document(key.path, {"anything": [1, {"nested": True}]}))
     assert [(ignored.path, ignored.reason) for ignored in settings.without_effect] == [(key.path, key.reason)]
-
-
-@pytest.mark.parametrize("value", [None, False, "auto", {}, [], ""])
-@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.UNSUPPORTED], ids=lambda key: key.path)
-def test_a_missing_feature_may_be_declined(key: Key, value: object) -> None:
-    assert resolve_settings(_document(key.path, value)) == Settings()
-    for idle in key.idle:
-        assert resolve_settings(_document(key.path, idle)) == Settings()
-
-
-@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.UNSUPPORTED], ids=lambda key: key.path)
-def test_a_missing_feature_is_refused_by_name(key: Key) -> None:
-    with pytest.raises(ValueError, match=r"is not available yet: .*; remove it or set it to ") as refused:
-        resolve_settings(_document(key.path, 7))
-    assert str(refused.value).startswith(key.path.split(".")[0])
-    assert key.reason in str(refused.value)
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key.aliases], ids=lambda key: key.path)

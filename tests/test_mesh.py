@@ -73,6 +73,9 @@ def test_coordinates_vary_fastest_in_the_last_mode() -> None:
         ({"expert": 1}, ["a", "a", "b", "b"], Mesh(replicas=2, zero=2)),
         ({"expert": 2, "replicas": 2}, ["a"] * 4, Mesh(replicas=2, expert=2)),
         ({"expert": 2, "zero": 2}, ["a"] * 4, Mesh(zero=2, expert=2)),
+        ({"zero": 2}, ["a"] * 4, Mesh(replicas=2, zero=2)),
+        ({"zero": 1}, ["a"] * 4, Mesh(replicas=4)),
+        ({"pipeline": 2, "tensor": 1}, ["a"] * 4, Mesh(replicas=2, pipeline=2)),
         ({"pipeline": 2, "zero": 2, "replicas": 2}, ["a"] * 8, Mesh(replicas=2, pipeline=2, zero=2)),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import tiny_checkpoint
+from checkpoints import tiny_checkpoint, tiny_mixtral
 from ranks_support import run_ranks
 from test_tensor_parallel import IDS, config, error_of
 
@@ -64,12 +64,39 @@ def grouped(rank: int, folder: Path) -> tuple[list[torch.Tensor], list[str]]:
     return logits, [said(folder, **way) for way in refused]
 
 
+def around_experts(rank: int, mixture: Path) -> tuple[list[tuple[torch.Tensor, int]], list[str]]:
+    """Logits and loaded bytes of ranks that divide experts in groups of two, and what is said of other groups."""
+    groups = [dist.new_group(each) for each in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    pair, crossed = groups[rank // 2], groups[2 + rank % 2]
+    found = []
+    ways: list[dict[str, Any]] = [{"moe": {"ep_group": pair}}, {"ep_group": {2: pair, 4: None}, "ep_mp_group": crossed}]
+    for way in ways:
+        engine = zinfer.init_inference(mixture, device="cpu", **way)
+        found.append((engine(IDS).logits.clone(), engine.stats().loaded_bytes))
+        engine.destroy()
+    refused: list[dict[str, Any]] = [
+        {"ep_group": crossed},
+        {"ep_group": pair, "ep_size": 4},
+        {"ep_size": 2, "expert_mp_group": pair},
+        {"ep_group": {2: pair, 4: crossed}},
+    ]
+    return found, [said(mixture, **way) for way in refused]
+
+
+def both(rank: int, folder: Path, mixture: Path) -> tuple[Any, Any]:
+    return grouped(rank, folder), around_experts(rank, mixture)
+
+
 def test_groups_that_the_program_made(tmp_path: Path) -> None:
-    folder = tiny_checkpoint("llama", tmp_path, num_layers=2)
+    folder, mixture = tiny_checkpoint("llama", tmp_path / "llama", num_layers=2), tmp_path / "mixtral"
+    tiny_mixtral().save_pretrained(mixture)
     alone = zinfer.init_inference(folder, config(1))
     wanted = alone(IDS).logits
     alone.destroy()
-    for rank, (logits, errors) in enumerate(run_ranks(4, grouped, folder)):
+    engine = zinfer.init_inference(mixture, device="cpu")
+    wanted_of_experts, whole_bytes = engine(IDS).logits.clone(), engine.stats().loaded_bytes
+    engine.destroy()
+    for rank, ((logits, errors), (experts, said_of_experts)) in enumerate(run_ranks(4, both, folder, mixture)):
         assert all(error_of({"logits": each}, {"logits": wanted}) <= 1e-5 for each in logits)
         own, crossed = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
         assert f"has the ranks {crossed}, but rank {rank} divides layers with the ranks {own}: those of" in errors[0]
@@ -79,6 +106,18 @@ def test_groups_that_the_program_made(tmp_path: Path) -> None:
         assert "the group has 4 ranks; keep one of the two keys" in errors[3]
         assert "mpu = " in errors[4]
         assert "both mean tensor_parallel.tp_group; keep one of them" in errors[4]
+        for of_experts, loaded_bytes in experts:
+            assert error_of({"logits": of_experts}, {"logits": wanted_of_experts}) <= 1e-5
+            assert loaded_bytes < 0.6 * whole_bytes
+        placed, size, alike, several = said_of_experts
+        assert placed.startswith(
+            f"moe.ep_group has the ranks {crossed}, but rank {rank} divides experts with the ranks"
+        )
+        assert "ep_size = 4 (keyword arguments) contradicts ep_group = " in size
+        assert alike.startswith(
+            f"moe.ep_mp_group has the ranks {own}, but the ranks {crossed} have the experts of rank"
+        )
+        assert "expected one process group, because all mixtures of a model are divided alike" in several
 
 
 def test_groups_without_processes_are_refused() -> None:
@@ -90,6 +129,15 @@ def test_groups_without_processes_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             resolve_settings(kwargs)
+
+
+def test_secondary_partitions_are_ranks_that_share_a_model() -> None:
+    for size, wanted in ((0, None), (1, None), (2, 2)):
+        assert resolve_settings({"zero": {"zero_hpz_partition_size": size}}).parallel.zero == wanted
+    with pytest.raises(
+        ConfigError, match=r"zero_hpz_partition_size = 2 .* contradicts zinfer.parallel.zero = 4 .* both"
+    ):
+        resolve_settings({"zero": {"zero_hpz_partition_size": 2}, "zinfer": {"parallel": {"zero": 4}}})
 
 
 def test_sizes_of_training() -> None:

@@ -21,7 +21,7 @@ from zinfer.ranks.environment import host_name, is_several, num_started
 from zinfer.ranks.sockets import SILENCE_S
 
 if TYPE_CHECKING:
-    from zinfer.config.settings import Parallel
+    from zinfer.config.parallel import Parallel
 
 _PR_SET_PDEATHSIG: Final = 1
 _LOCAL: Final = "127.0.0.1"

@@ -14,7 +14,6 @@ class Status(Enum):
     """How a key in a configuration is treated."""
 
     SUPPORTED = "supported"
-    UNSUPPORTED = "unsupported"
     IGNORED = "ignored"
 
 
@@ -23,13 +22,13 @@ class Key:
     """A key of the configuration, named by its full path.
 
     Attributes:
-        reason: what a supported key does, which feature an unsupported one needs, or why an ignored one has no effect.
+        reason: what a supported key does, or why an ignored one has no effect.
         aliases: other names of the key in its section.
         parse: parses the value of a supported key; None for sections.
         default: value if the key is not given.
         field: dotted path of the field in `Settings` for the parsed value, if any.
         same_as: path of the key that this one is another name of.
-        idle: values that request nothing from an unsupported key or a section, besides null, false and empty ones.
+        idle: values that request nothing from a section, besides null, false and empty ones.
     """
 
     path: str
@@ -62,19 +61,16 @@ def setting(path: str, parse: Parser, reason: str, *aliases: str, default: objec
     return field(default=default, metadata={"key": Key(path, Status.SUPPORTED, reason, aliases, parse, default)})
 
 
-def supported(path: str, parse: Parser, reason: str, *, default: object = None, same_as: str | None = None) -> Key:
+def supported(
+    path: str, parse: Parser, reason: str, *aliases: str, default: object = None, same_as: str | None = None
+) -> Key:
     """Define a supported key that is not itself a settings field."""
-    return Key(path, Status.SUPPORTED, reason, (), parse, default, same_as=same_as)
+    return Key(path, Status.SUPPORTED, reason, aliases, parse, default, same_as=same_as)
 
 
 def section(path: str, reason: str, *aliases: str, idle: tuple[object, ...] = ()) -> Key:
     """Define a section whose keys are read."""
     return Key(path, Status.SUPPORTED, reason, aliases, idle=idle)
-
-
-def unsupported(path: str, what: str, *aliases: str, idle: tuple[object, ...] = ()) -> Key:
-    """Define a key that is refused unless its value requests nothing."""
-    return Key(path, Status.UNSUPPORTED, what, aliases, idle=idle)
 
 
 def ignored(parent: str, reason: str, *names: str) -> Iterable[Key]:

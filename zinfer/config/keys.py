@@ -11,13 +11,12 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from zinfer.config import values
-from zinfer.config.key import Key, ignored, section, supported, unsupported
+from zinfer.config.key import Key, ignored, section, supported
 from zinfer.config.listing import checkpoint_path
+from zinfer.config.process_groups import expert_group, parallel_unit, unsplit
 from zinfer.config.quantization_keys import QUANTIZATION_KEYS
 from zinfer.config.settings import Settings
-from zinfer.config.tensor_group import parallel_unit, unsplit
 
-EXPERT_GROUPS = "process groups that others made; zinfer.parallel says how ranks are arranged, and their groups follow"
 TRITON = "all fused kernels here are Triton's, with tiles chosen by size; replace_with_kernel_inject asks for them"
 OWN_EXCHANGE = "says how several GPUs share or exchange parameters; zinfer has its own way"
 TRAINING = "controls training; nothing is trained here"
@@ -86,11 +85,9 @@ KEYS: tuple[Key, ...] = (
     supported("moe.enabled", values.flag, "false: experts are not divided; ep_size must be 1", default=True),
     supported("moe.type", values.mixture, "kind of the mixtures", default="standard"),
     supported("moe.ep_size", values.count(1), "ranks that divide experts", same_as="zinfer.parallel.expert"),
-    unsupported("moe.ep_group", EXPERT_GROUPS, "expert_group"),
-    unsupported("moe.ep_mp_group", EXPERT_GROUPS, "expert_mp_group"),
     supported("ep_size", values.count(1), "old spelling", same_as="zinfer.parallel.expert"),
-    unsupported("ep_group", EXPERT_GROUPS, "expert_group"),
-    unsupported("ep_mp_group", EXPERT_GROUPS, "expert_mp_group"),
+    supported("ep_group", expert_group, "old spelling", "expert_group", same_as="moe.ep_group"),
+    supported("ep_mp_group", expert_group, "old spelling", "expert_mp_group", same_as="moe.ep_mp_group"),
     supported("moe_experts", values.num_experts, "old spelling", same_as="moe.moe_experts"),
     supported("moe_type", values.mixture, "old spelling", same_as="moe.type"),
     *ignored("", "selected how layers are replaced; DeepSpeed has only one way left", "replace_method"),
@@ -125,8 +122,13 @@ KEYS: tuple[Key, ...] = (
         "a layer is used again one whole pass later; offload_param and the budgets decide what stays on the device",
         "stage3_max_reuse_distance|max_reuse_distance",
     ),
-    unsupported(f"{_ZERO}.zero_hpz_partition_size", "secondary partitions over several GPUs", idle=(1, 0)),
-    unsupported(f"{_ZERO}.leaf_module", "choosing the streaming unit; a transformer layer is one"),
+    supported(
+        f"{_ZERO}.zero_hpz_partition_size",
+        values.above_one,
+        "ranks that share one model, the others being replicas; 0 and 1 state nothing",
+        same_as="zinfer.parallel.zero",
+    ),
+    section(f"{_ZERO}.leaf_module", "modules whose weights are used together; those in a layer always are"),
     *ignored(_ZERO, GRADIENTS, "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"),
     *ignored(_ZERO, GRADIENTS, "round_robin_gradients", "zero_quantized_gradients", "zeropp_loco_param"),
     *ignored(_ZERO, GRADIENTS, "overlap_comm", "use_multi_rank_bucket_allreduce"),

@@ -11,7 +11,7 @@ from typing import Any
 from zinfer.config.key import Key, Status
 from zinfer.config.keys import BY_NAME, BY_PATH, KEYS
 from zinfer.config.quantization_rules import QuantizationConfig
-from zinfer.config.values import NoEffect, NotAvailable, Unusable, flag, number_of, show
+from zinfer.config.values import NoEffect, Unusable, flag, show
 from zinfer.errors import ConfigError
 
 _LIKE_HERE = 0.6
@@ -90,10 +90,6 @@ class _Reader:
     def _key(self, key: Key, written: str, value: object) -> None:
         if key.status is Status.IGNORED:
             self.given[key.path] = Given(key, written, value, value, self.label, key.reason)
-        elif key.status is Status.UNSUPPORTED:
-            if number_of(value) not in key.idle and _asks(value, off_is_idle=not key.idle):
-                instead = show(key.idle[0] if key.idle else None)
-                raise self._refusal(written, value, NotAvailable(key.reason, instead))
         elif _is_unstated(value):
             return
         elif key.parse is not None:
@@ -155,15 +151,6 @@ def merge(config: Mapping[str, Given], kwargs: Mapping[str, Given]) -> dict[str,
             if present.value != old.value:
                 raise contradiction(old, present, f"both mean {meaning}; keep one of them")
     return meant
-
-
-def _asks(value: object, *, off_is_idle: bool = True) -> bool:
-    """Return whether the value of an unsupported key requests anything; a number that means off does not."""
-    if _is_unstated(value) or value is False or (off_is_idle and _is_off(value)):
-        return False
-    if isinstance(value, Mapping):
-        return not _is_off(value.get("enabled")) and any(map(_asks, value.values()))
-    return not isinstance(value, (str, list, tuple, set)) or len(value) > 0
 
 
 def _is_off(value: object) -> bool:

@@ -23,8 +23,8 @@ STAGE = "zero_optimization.stage"
 OFFLOAD_DEVICE = "zero_optimization.offload_param.device"
 PIN_MEMORY = "zero_optimization.offload_param.pin_memory"
 KV_TIER = "zinfer.kv_cache_tier"
-TENSOR = "zinfer.parallel.tensor"
-TP_GROUP = "tensor_parallel.tp_group"
+GROUPS = {"tensor": "tensor_parallel.tp_group", "expert": "moe.ep_group"}
+"""The keys that name the ranks of a mode."""
 NVME_PATH = "zero_optimization.offload_param.nvme_path"
 
 _DEFAULTS = Settings()
@@ -106,14 +106,16 @@ def _check_together(given: Mapping[str, Given]) -> None:
 
 
 def _ranks_that_divide(given: Mapping[str, Given]) -> dict[str, int]:
-    """Return the number of ranks in a stated group of them."""
-    group, size = given.get(TP_GROUP), given.get(TENSOR)
-    if group is None:
-        return {}
-    num_ranks = len(group.value.ranks)
-    if size is not None and size.value != num_ranks:
-        raise contradiction(size, group, f"the group has {num_ranks} ranks; keep one of the two keys")
-    return {"tensor": num_ranks}
+    """Return the numbers of ranks in stated groups of them, by mode."""
+    found = {}
+    for mode, key in GROUPS.items():
+        group, size = given.get(key), given.get(f"zinfer.parallel.{mode}")
+        if group is None:
+            continue
+        found[mode] = len(group.value.ranks)
+        if size is not None and size.value != found[mode]:
+            raise contradiction(size, group, f"the group has {found[mode]} ranks; keep one of the two keys")
+    return found
 
 
 def _dtype(given: Mapping[str, Given]) -> torch.dtype | None:

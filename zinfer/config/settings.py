@@ -15,9 +15,8 @@ import torch
 from zinfer.config import values
 from zinfer.config.key import setting
 from zinfer.config.listing import CheckpointListing, checkpoint
-from zinfer.config.partition_specs import PartitionSpecs, partition_specs
+from zinfer.config.parallel import ANY_DIVISION, ANY_MESH, NO_GROUPS, ExpertGroups, Parallel, TensorParallel
 from zinfer.config.quantization_rules import Quantization
-from zinfer.config.tensor_group import TensorGroup, process_group
 from zinfer.config.values import BlockClass, block_classes, choice, count, elements, flag, size_bytes
 
 log = logging.getLogger(__name__)
@@ -99,46 +98,24 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """Sizes of the modes in which ranks share a job; missing ones are 1. None for all: zinfer chooses."""
+class LeafModules:
+    """Modules whose weights are used together, so that they are in one block."""
 
-    replicas: int | None = setting(
-        "zinfer.parallel.replicas", count(1), "groups of ranks that each have a whole model and their own rows"
+    classes: tuple[str, ...] = setting(
+        "zero_optimization.leaf_module.classes",
+        values.texts,
+        "classes of such modules, with or without their module",
+        default=(),
     )
-    pipeline: int | None = setting(
-        "zinfer.parallel.pipeline", count(1), "stages: ranks that each compute a contiguous part of the layers"
+    names: tuple[str, ...] = setting(
+        "zero_optimization.leaf_module.names", values.texts, "names of such modules in the model", default=()
     )
-    zero: int | None = setting(
-        "zinfer.parallel.zero", count(1), "ranks that share one model: each has its range of every layer's bytes"
-    )
-    expert: int | None = setting(
-        "zinfer.parallel.expert", count(1), "ranks that each have some of a mixture's experts, and divide the rest"
-    )
-    tensor: int | None = setting(
-        "zinfer.parallel.tensor", count(1), "ranks that divide each layer, compute a part each and sum outputs"
+    suffixes: tuple[str, ...] = setting(
+        "zero_optimization.leaf_module.name_suffixes", values.texts, "ends of such names", default=()
     )
 
 
-@dataclass(frozen=True)
-class TensorParallel:
-    """How layers are divided, beside the number of ranks. None: as zinfer chooses."""
-
-    group: TensorGroup | None = setting(
-        "tensor_parallel.tp_group",
-        process_group,
-        "torch's process group of the ranks that divide layers; its size is tp_size, its ranks follow one another",
-    )
-    specs: PartitionSpecs | None = setting(
-        "tensor_parallel.partition_config",
-        partition_specs,
-        "which linear layers are divided by outputs (column) or inputs (row), or not at all (skip): the plan of a "
-        "family without one; with that of another it must agree",
-    )
-    preset: str | None = setting(
-        "tensor_parallel.preset_model",
-        values.text,
-        "the family whose plan divides the layers, for a family without one",
-    )
+NO_LEAVES = LeafModules()
 
 
 @dataclass(frozen=True)
@@ -266,8 +243,10 @@ class Settings:
     aio: Aio = Aio()
     streaming: Streaming = Streaming()
     memory: Memory = Memory()
-    parallel: Parallel = Parallel()
-    tensor_parallel: TensorParallel = TensorParallel()
+    parallel: Parallel = ANY_MESH
+    tensor_parallel: TensorParallel = ANY_DIVISION
+    expert_groups: ExpertGroups = NO_GROUPS
+    leaves: LeafModules = NO_LEAVES
     batch: Batch = Batch()
     batching: Batching = Batching()
     quantization: Quantization | None = None

@@ -59,9 +59,7 @@ def _reason(key: Key) -> str:
     text = key.reason.replace("|", "\\|")
     if key.same_as is not None:
         text += f"; means `{key.same_as}`"
-    if key.status is Status.UNSUPPORTED and key.idle:
-        text += "; accepted: " + ", ".join(dict.fromkeys(f"`{show(value)}`" for value in key.idle))
-    elif key.default is not None:
+    if key.default is not None:
         text += f" (default `{show(key.default)}`)"
     return text
 

@@ -194,6 +194,20 @@ def text(value: object) -> str:
     raise Unusable("a name, as text")
 
 
+def texts(value: object) -> tuple[str, ...]:
+    """Parse a word, or a list of them, without repetitions."""
+    several = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(each, str) and each for each in several):
+        raise Unusable("a name, or a list of names")
+    return tuple(dict.fromkeys(several))
+
+
+def above_one(value: object) -> int | None:
+    """Parse a whole number; None for 0 and 1, which state nothing."""
+    number = count_or_off(value)
+    return None if number == 1 else number
+
+
 def folder_or_empty(value: object) -> Path | None:
     """Parse a path; None for the empty one, DeepSpeed's default for some keys."""
     return None if value == "" else path(value)

@@ -14,6 +14,7 @@ from zinfer.errors import ConfigError
 from zinfer.inject.fusion_groups import FusionGroup, find_packs, packs_in
 from zinfer.model.build import find_dtype, report_device
 from zinfer.model.dtype import warn_of_overflow
+from zinfer.model.leaf_modules import warn_of_missing
 from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.quantized_forms import check_patterns
 from zinfer.model.sharding.sharding import Sharding
@@ -77,6 +78,7 @@ class PreparedModel:
             ConfigError: a quantization rule matches no parameter, or a weight that cannot be quantized as asked.
         """
         check_patterns(settings.quantization, module)
+        warn_of_missing(module, settings.leaves)
         scheme = find_stored_scheme(checkpoint) if checkpoint else None
         part_text = scheme.part if scheme else None
         is_part = part_text is not None
@@ -120,7 +122,9 @@ class PreparedModel:
         packs = tuple(find_packs(module)) if settings.kernel_inject else ()
         together = [names for pack in packs for names in pack.parameters]
         rules, classes = settings.quantization, settings.block_classes
-        blocks = partition_model(module, weights, rules, checksums=checksums, together=together, classes=classes)
+        blocks = partition_model(
+            module, weights, rules, checksums=checksums, together=together, classes=classes, leaves=settings.leaves
+        )
         return cls(module, settings, checkpoint, tuple(blocks), weights, packs)
 
     def with_packed_copy(self) -> "PreparedModel":

@@ -22,6 +22,7 @@ from zinfer.engine.estimator import PassEstimator
 from zinfer.engine.interrupts import deferred
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.runtime import Runtime, check_trace
+from zinfer.engine.stated_groups import check_groups
 from zinfer.errors import ConfigError, LengthError
 from zinfer.model.build import find_model
 from zinfer.model.context_length import check_min_out_tokens
@@ -87,8 +88,7 @@ class StreamedModel:
         check_trace(settings.trace)
         group = join_group(choose_device(settings).type)
         mesh = Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])
-        if settings.tensor_parallel.group is not None:
-            mesh.check_tensor_ranks(group.rank if group else 0, settings.tensor_parallel.group.ranks)
+        check_groups(mesh, group.rank if group else 0, settings)
         limits = find_limits(settings, group.num_local if group else 1)
         self.settings = settings
         self.device = limits.device

@@ -14,10 +14,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.config.quantization_rules import Quantization
+from zinfer.config.settings import NO_LEAVES, LeafModules
 from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
 from zinfer.kernels.quantized import FRAGMENT_ROWS
 from zinfer.model.layers import find_layers, find_shared
+from zinfer.model.leaf_modules import find_leaves
 from zinfer.model.quantized_forms import Form, find_form, find_rounding
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import Weight
@@ -65,6 +67,7 @@ def partition_model(
     checksums: Mapping[Path, str] = MappingProxyType({}),
     together: Iterable[Sequence[str]] = (),
     classes: Sequence[BlockClass] = (),
+    leaves: LeafModules = NO_LEAVES,
 ) -> list[ModelBlock]:
     """Partition a model into blocks, in its own order; every parameter is in exactly one.
 
@@ -76,10 +79,11 @@ def partition_model(
         checksums: of files that hold one block each.
         together: groups of parameter names to place next to each other in a slab, if in one block.
         classes: of modules that are layers too.
+        leaves: names modules that are in one block each.
 
     Raises:
         CheckpointError: the model's layers cannot be found.
-        ConfigError: the rules cannot be applied to a weight; names it.
+        ConfigError: the rules cannot be applied to a weight, or a leaf contains layers; names it.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
@@ -87,7 +91,8 @@ def partition_model(
     form = find_form(rules, scales_columns=squares is not None)
     rounding = find_rounding(rules, squares)
     partitioner = _Partitioner(model, parameters, weights, bytes_of, rules, form, rounding, packs)
-    pieces = _joined(_pieces(model, find_layers(model, classes)), bytes_of)
+    layers = find_layers(model, classes)
+    pieces = _joined(_pieces(model, layers, find_leaves(model, layers, leaves)), bytes_of)
     blocks = [partitioner.finish(index, piece) for index, piece in enumerate(pieces)]
     return [_with_checksum(block, checksums) for block in blocks]
 
@@ -98,7 +103,7 @@ def _with_checksum(block: ModelBlock, checksums: Mapping[Path, str]) -> ModelBlo
     return replace(block, block=replace(block.block, checksum=checksum))
 
 
-def _pieces(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[_Piece]:
+def _pieces(model: nn.Module, layers: Mapping[str, nn.Module], leaves: Container[nn.Module]) -> Iterator[_Piece]:
     """Yield a piece for each module with weights of its own; a whole module includes its parts, unless they are shared.
 
     A module that has parameters and parts, or that `_no_split_modules` names, may read its parts' weights itself; it is
@@ -111,7 +116,7 @@ def _pieces(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[_Piec
         if module not in shared and any(name.startswith(outer) for outer in whole):
             continue
         is_one = type(module).__name__ in classes or any(True for _ in module.parameters(recurse=False))
-        is_whole = name in layers or module in shared
+        is_whole = name in layers or module in shared or module in leaves
         is_whole |= is_one and not any(layer.startswith(f"{name}.") or not name for layer in layers)
         if is_whole:
             whole.append(f"{name}.")

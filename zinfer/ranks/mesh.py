@@ -53,7 +53,7 @@ class Mesh:
     def of(cls, stated: Mapping[str, int | None], hosts: Sequence[str]) -> "Mesh":
         """Return the mesh of a configuration.
 
-        If it states no size, see `by_hosts`; if only `expert` or `tensor`, there are replicas of that.
+        If it states no size above 1, see `by_hosts`. If it states no replicas, there are as many as the ranks allow.
 
         Args:
             stated: sizes by mode as in `zinfer.parallel`; None: not stated.
@@ -64,8 +64,10 @@ class Mesh:
         """
         sizes = {mode: size for mode, size in stated.items() if size is not None}
         mesh = cls(**sizes)
-        if sizes.keys() <= {*DIVIDING} and len(hosts) % mesh.size == 0 and mesh.is_available:
-            return cls.by_hosts(hosts) if mesh.size == 1 else replace(mesh, replicas=len(hosts) // mesh.size)
+        if "replicas" not in sizes:
+            if mesh.size == 1 and "zero" not in sizes:
+                return cls.by_hosts(hosts)
+            mesh = replace(mesh, replicas=max(1, len(hosts) // mesh.size))
         mesh.check(len(hosts))
         if not mesh.is_available:
             raise ConfigError(
@@ -115,16 +117,6 @@ class Mesh:
                 f"zinfer.parallel = {json.dumps(self.stated)}{spelling} needs {_ranks(self.size)}, and there "
                 f"{'is' if num_ranks == 1 else 'are'} {num_ranks}; start {_ranks(self.size)} (--ranks {self.size}, or "
                 f'torchrun), choose sizes whose product is {num_ranks}, or remove the key ("auto")'
-            )
-
-    def check_tensor_ranks(self, rank: int, stated: Sequence[int]) -> None:
-        """Raise ConfigError unless a rank divides layers with these ranks, in this order."""
-        own = self.ranks_along("tensor", rank)
-        if own != tuple(stated):
-            raise ConfigError(
-                f"tensor_parallel.tp_group (mpu) has the ranks {list(stated)}, but rank {rank} divides layers with the "
-                f"ranks {list(own)}: those of a group follow one another; make groups of {self.tensor} successive "
-                "ranks, or give tensor_parallel.tp_size instead"
             )
 
     def coordinates(self, rank: int) -> dict[Mode, int]:

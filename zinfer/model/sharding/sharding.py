@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import JoinedTensor, TensorEntry
-from zinfer.config.settings import TensorParallel
+from zinfer.config.parallel import TensorParallel
 from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
 from zinfer.model.layers import find_layers

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from zinfer.config.parallel import TensorParallel
 from zinfer.config.partition_specs import LayerSpec
-from zinfer.config.settings import TensorParallel
 from zinfer.errors import ConfigError
 from zinfer.model.sharding import plans
 from zinfer.model.sharding.cut import Shard

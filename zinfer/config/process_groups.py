@@ -1,7 +1,8 @@
-"""The ranks that divide layers, where a program has made groups itself: an `mpu`, or a process group of torch."""
+"""Groups of ranks that a program has made itself: process groups of torch, or an `mpu`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,20 +14,30 @@ _METHODS: Final = ("get_model_parallel_world_size", "get_model_parallel_rank", "
 
 
 @dataclass(frozen=True)
-class TensorGroup:
-    """Ranks that divide each layer, this process's among them, in their order in the group."""
+class GroupRanks:
+    """The ranks of a group, this process's among them, in their order in the group."""
 
     ranks: tuple[int, ...]
 
 
-def process_group(value: object) -> TensorGroup:
+def process_group(value: object) -> GroupRanks:
     """Parse a process group of torch.distributed that this process is in."""
     if not isinstance(value, dist.ProcessGroup):
         raise Unusable("a process group of torch.distributed that this process is in")
-    return TensorGroup(tuple(dist.get_process_group_ranks(value)))
+    return GroupRanks(tuple(dist.get_process_group_ranks(value)))
 
 
-def parallel_unit(value: object) -> TensorGroup | None:
+def expert_group(value: object) -> GroupRanks | None:
+    """Parse a process group, or a mapping to it from the number of ranks, as DeepSpeed keeps it; None if empty."""
+    if not isinstance(value, Mapping):
+        return process_group(value)
+    found = {process_group(each) for each in value.values() if each is not None}
+    if len(found) > 1:
+        raise Unusable("one process group, because all mixtures of a model are divided alike")
+    return found.pop() if found else None
+
+
+def parallel_unit(value: object) -> GroupRanks | None:
     """Parse an object with Megatron's functions; None if its group is one process alone."""
     if not all(callable(getattr(value, name, None)) for name in _METHODS):
         raise Unusable(f"an object with {', '.join(_METHODS)}")
