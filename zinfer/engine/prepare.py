@@ -27,6 +27,7 @@ from zinfer.planning.placement import Plan, make_plan
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.ranks.model_ranks import ModelRanks
+from zinfer.store.loaded_weights import LoadedWeights, check_alike
 from zinfer.store.packed_cache import stored_copy
 from zinfer.store.source import part_of
 from zinfer.store.spill_file import ModuleFile, module_file
@@ -139,6 +140,29 @@ class PreparedModel:
         shard = self.sharding.shard if self.sharding else None
         copy = stored_copy(self.checkpoint, list(self.blocks), find_dtype(self.module), self.settings, shard)
         return self._over(copy) if copy else self
+
+    def packed_alike(self, ranks: ModelRanks | None) -> "PreparedModel":
+        """As `with_packed_copy`; of several ranks one packs first, and all compare their models before and after.
+
+        Raises:
+            CheckpointError: ranks have different weights.
+            RankError: another rank failed.
+        """
+        if ranks is None:
+            return self.with_packed_copy()
+        self._compare(ranks)
+        packed = ranks.first_alone(self.with_packed_copy)
+        if packed.checkpoint is not self.checkpoint:
+            packed._compare(ranks)
+        return packed
+
+    def _compare(self, ranks: ModelRanks) -> None:
+        check_alike(ranks.exchange(self.loaded), [ranks.name_of(rank) for rank in range(ranks.group.size)])
+
+    @property
+    def loaded(self) -> LoadedWeights | None:
+        """The checkpoint or store that its blocks are read from, for comparison among ranks; None if there is none."""
+        return LoadedWeights.of(self.checkpoint) if self.checkpoint else None
 
     def close(self) -> None:
         """Delete the file that was written for it, if any; may be called again."""

@@ -102,6 +102,11 @@ class RandomModel(PreparedModel):
         """Return itself: the slabs are in their final form already."""
         return self
 
+    @property
+    def loaded(self) -> None:
+        """None: each rank has written its own ranges."""
+        return None
+
     def take_to(self, device: torch.device) -> None:
         """Move the buffers to the device without reading any, and make the module report it as its device."""
         for buffer in self.module.buffers():

@@ -110,8 +110,7 @@ class StreamedModel:
                 several = ranks.exchange((limits, free_bytes))
                 limits, free_bytes = limits.least(each for each, _ in several), min(each for _, each in several)
             reserve = find_reserve(self.module, prepared.blocks, limits, free_bytes) if find_reserve else None
-            pack = prepared.with_packed_copy
-            prepared = ranks.first_alone(pack) if ranks else pack()
+            prepared = prepared.packed_alike(ranks)
             owned.callback(prepared.close)
             self._blocks = prepared.blocks
             self.plan: Plan = prepared.plan(limits, reserve, ranks)
