@@ -20,7 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zinfer import LLM, SamplingParams
 
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}:<tool_call>{% endfor %}"
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+)
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"enum": [1, 2]}}}}},
+    {"type": "function", "function": {"name": "now"}},
+]
 PROMPTS = [f"{'ab' * (number % 7 + 1)}{chr(97 + number % 26)}" for number in range(40)]
 HI: Any = [{"role": "user", "content": "hello"}]
 
@@ -137,6 +144,43 @@ def test_answers_have_the_form_that_is_asked_for(client: openai.OpenAI) -> None:
     form["json_schema"]["schema"] = {"type": "nothing"}
     with pytest.raises(openai.BadRequestError, match="nothing"):
         client.chat.completions.create(**options, response_format=form)
+
+
+def test_tools_are_called(client: openai.OpenAI) -> None:
+    """By what the model writes, which a regular expression decides here, and by what `tool_choice` forces."""
+    options: dict[str, Any] = {"model": "letters", "messages": HI, "tools": TOOLS, "seed": 1, "max_tokens": 90}
+    written = r'Yes[.]<tool_call>\{"name": "add", "arguments": \{"a": [12]\}\}</tool_call>'
+    options["extra_body"] = {"structured_outputs": {"regex": written}}
+    answer = client.chat.completions.create(**options)
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Yes.")
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "add"
+    assert json.loads(call.function.arguments)["a"] in (1, 2)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    deltas = [each.choices[0].delta for each in chunks[:-1]]
+    assert "".join(each.content or "" for each in deltas) == "Yes."
+    (part,) = [part for each in deltas for part in each.tool_calls or ()]
+    assert part.function is not None
+    assert (part.index, part.function.name, part.function.arguments) == (0, "add", call.function.arguments)
+    assert part.id != call.id
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].usage == answer.usage
+    del options["extra_body"]
+    forced = client.chat.completions.create(**options, tool_choice="required", parallel_tool_calls=False)
+    assert forced.choices[0].message.tool_calls is not None
+    assert [each.function.name in ("add", "now") for each in forced.choices[0].message.tool_calls] == [True]
+    assert forced.choices[0].message.content is None
+    named = client.chat.completions.create(
+        **options, tool_choice={"type": "function", "function": {"name": "now"}}, stream=True
+    )
+    parts = [part for each in named for part in each.choices[0].delta.tool_calls or ()]
+    assert json.loads("".join(part.function.arguments for part in parts)) == {}
+    assert [part.function.name for part in parts if part.function.name] == ["now"]
+    with pytest.raises(openai.BadRequestError, match="there is no function 'x' among the tools: add, now"):
+        client.chat.completions.create(**options, tool_choice={"type": "function", "function": {"name": "x"}})
 
 
 def test_an_echo_begins_each_choice_with_its_prompt(client: openai.OpenAI, alone: dict[str, str]) -> None:
@@ -309,11 +353,11 @@ def test_tokens_are_counted_and_decoded(server: Server) -> None:
         assert http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
 
 
-@pytest.mark.parametrize("words", ["chat.completions.create", "/score"])
+@pytest.mark.parametrize("words", ["40+2=\"}], temperature", "tool_choice", "/score"])
 def test_the_guides_client_gets_an_answer(server: Server, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     block = next(each for each in blocks_of(GUIDE / "serve.md") if each.comment == "served" and words in each.text)
     code = block.text.replace("http://127.0.0.1:8000", server.url).replace("secret", KEY)
-    exec(compile(code.replace('model="model"', 'model="letters"'), "serve.md", "exec"), {})
+    exec(compile(code.replace('model="model"', 'model="letters"'), "serve.md", "exec"), {"client": server.client()})
     assert capsys.readouterr().out.strip()
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from zinfer.errors import ConfigError
 from zinfer.requests.field_errors import field_error
 from zinfer.requests.openai_body import ChatBody, CompletionBody, read_body
+from zinfer.requests.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class _Line(BaseModel):
 class _ChatRow(ChatBody):
     priority: Annotated[None, Field(description="left out: a batch's rows start in order")] = None
     stream: Literal[False] | None = None
+
+    def params(self, max_new_tokens: int | None) -> SamplingParams:
+        for name in ("tools", "tool_choice", "parallel_tool_calls"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} is not supported; leave it out")
+        return super().params(max_new_tokens)
 
 
 class _CompletionRow(CompletionBody):

@@ -6,6 +6,7 @@ Null means not given. The default temperature is 1 as at OpenAI, and a negative 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -15,6 +16,7 @@ from zinfer.requests.field_errors import field_error
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import FIELDS, SamplingParams
 from zinfer.requests.structured_outputs import structure_of_response_format
+from zinfer.requests.tools import ToolUse, read_tools
 
 _NAMES: Final = {
     **{name: name for name in FIELDS if name not in ("max_new_tokens", "min_new_tokens")},
@@ -24,7 +26,14 @@ _NAMES: Final = {
 
 _NOT_SUPPORTED: Final = frozenset(
     {
-        *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "suffix"),
+        *(
+            "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+            "functions",
+            "function_call",
+            "suffix",
+        ),  # chats may have tools
         *("audio", "modalities", "prediction", "verbosity", "web_search_options"),
         *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
     }
@@ -110,6 +119,9 @@ class ChatBody(Body):
     messages: list[Any]
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -122,6 +134,21 @@ class ChatBody(Body):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools; None if there are none that may be used. Raises ConfigError as `read_tools`."""
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def params(self, max_new_tokens: int | None) -> SamplingParams:
+        params, use = super().params(max_new_tokens), self.tool_use
+        if use is None:
+            return params
+        if (structure := use.structure) is not None:
+            if params.structured_outputs is not None:
+                raise ConfigError("tool_choice asks for calls, and another field for an output of another form")
+            return replace(params, structured_outputs=structure)
+        return replace(params, skip_special_tokens=False)  # calls may stand between special tokens
 
 
 class CompletionBody(Body):

@@ -19,6 +19,7 @@ from zinfer.requests.bad_words import find_bad_word_ids
 from zinfer.requests.chat_templates import ChatTemplates
 from zinfer.requests.length_limits import NO_LIMITS, LengthLimits
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.tools import with_objects
 
 PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, messages of a chat, or ``{"prompt_token_ids": [...]}``."""
@@ -85,16 +86,20 @@ class PromptEncoder:
         return [{"prompt_token_ids": token_ids} if token_ids else prompt for prompt, token_ids in each]
 
     def encode(
-        self, prompt: PromptLike, params: SamplingParams, variables: Mapping[str, Any] | None = None
+        self,
+        prompt: PromptLike,
+        params: SamplingParams,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[list[int], SamplingParams]:
         """Return the prompt's tokens, and its params with the number of new tokens filled in.
 
-        ``variables`` are further variables of a chat template.
+        ``variables`` are further variables of a chat template, ``tools`` the functions that it lists.
 
         Raises:
             ConfigError: the prompt or its params are invalid; gives the remedy.
         """
-        token_ids = self._token_ids(prompt, variables)
+        token_ids = self._token_ids(prompt, variables, tools)
         self._check_tokens(token_ids, is_given=isinstance(prompt, Mapping))
         if params.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; give stop_token_ids instead")
@@ -112,7 +117,27 @@ class PromptEncoder:
         """Return the tokens of each bad word. Raises ConfigError for a word without tokens."""
         return find_bad_word_ids(self.tokenizer, params.bad_words, self._vocab_size)
 
-    def _token_ids(self, prompt: PromptLike, variables: Mapping[str, Any] | None) -> list[int]:
+    def chat_template(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Return the template of chats with these tools. Raises ConfigError if there is none."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ConfigError(f"the model's folder has no tokenizer; {NO_TOKENIZER}")
+        if tokenizer.chat_template is None:
+            raise ConfigError("messages: the model's tokenizer has no chat template; give the prompt as text instead")
+        try:
+            template: str = tokenizer.get_chat_template(tools=None if tools is None else list(tools))
+        except ValueError as error:
+            raise ConfigError(f"messages: {error}") from error
+        if tools is not None and "tools" not in template:
+            raise ConfigError("tools: the model's chat template has no place for them; leave them out")
+        return template
+
+    def _token_ids(
+        self,
+        prompt: PromptLike,
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> list[int]:
         if isinstance(prompt, Mapping):
             if set(prompt) != {"prompt_token_ids"}:
                 raise ConfigError(f"a prompt has the keys {sorted(prompt)}; it takes 'prompt_token_ids' alone")
@@ -128,7 +153,7 @@ class PromptEncoder:
             return self._encode_text(prompt)
         if not all(isinstance(message, Mapping) for message in prompt):
             raise ConfigError("a list is the messages of a chat; give token ids as {'prompt_token_ids': [...]}")
-        return self._encode_text(self._render(prompt, variables or {}), adds_special=False)
+        return self._encode_text(self._render(prompt, variables or {}, tools), adds_special=False)
 
     def _encode_text(self, text: str, *, adds_special: bool = True) -> list[int]:
         """Encode a text; an empty one becomes the bos token."""
@@ -144,22 +169,24 @@ class PromptEncoder:
             raise ConfigError("the prompt has no tokens, and the tokenizer has no bos token to begin with")
         return [tokenizer.bos_token_id]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
         """Render a chat with its generation prompt; `strftime_now("...")` returns `now`."""
-        tokenizer = self.tokenizer
-        if tokenizer.chat_template is None:
-            raise ConfigError("messages: the model's tokenizer has no chat template; give the prompt as text instead")
-        plain = [_with_plain_content(message, number) for number, message in enumerate(messages, start=1)]
+        template = self.chat_template(tools)
+        plain = [_with_plain_content(each, number) for number, each in enumerate(with_objects(messages), start=1)]
         if own := sorted(_OWN_VARIABLES.intersection(variables)):
             raise ConfigError(f"chat_template_kwargs: {own[0]!r} is zinfer's own; leave it out")
-        try:
-            template: str = tokenizer.get_chat_template()
-        except ValueError as error:
-            raise ConfigError(f"messages: {error}") from error
         if self.now is not None:
             now = self.now.replace(tzinfo=None)  # like strftime_now: %Z and %z are empty
             template = _STRFTIME_NOW.sub(lambda call: json.dumps(now.strftime(call[2])), template)
-        return self._templates.render(template, plain, {**tokenizer.special_tokens_map, **variables})
+        own_variables = {} if tools is None else {"tools": [dict(each) for each in tools]}
+        return self._templates.render(
+            template, plain, {**self.tokenizer.special_tokens_map, **variables, **own_variables}
+        )
 
     def _check_tokens(self, token_ids: Sequence[int], *, is_given: bool) -> None:
         if not token_ids:

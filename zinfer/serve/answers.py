@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,11 @@ from fastapi.sse import format_sse_event
 
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.openai_choice import Echo, usage
+from zinfer.requests.tool_parser import AnswerParser
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
+from zinfer.serve.tool_chunks import ToolChunks, with_calls
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Call:
         echoes: for each prompt, what its choices begin with.
         model: the name that the answer has.
         includes_usage: whether a stream ends with the counts of tokens.
+        open_parser: makes what reads calls of tools out of an answer; None: there are no tools.
     """
 
     service: Service
@@ -36,6 +39,7 @@ class Call:
     model: str
     is_chat: bool
     includes_usage: bool = False
+    open_parser: Callable[[], AnswerParser] | None = None
 
     async def whole(self) -> dict[str, Any]:
         """Complete all prompts, and return the answer. Errors are those of `Service.complete`."""
@@ -77,11 +81,14 @@ class Call:
         choice = choices.whole(completion, is_chat=self.is_chat, skips_special=skips_special, echo=echo)
         if echo is None and scores is not None:
             choice["prompt_logprobs"] = choices.scores(encoded.prompt_ids, scores)
+        if self.open_parser is not None:
+            choice = with_calls(choice, self.open_parser())
         return {**choice, "index": index}
 
     async def _choices(self) -> AsyncGenerator[tuple[dict[str, Any] | None, int], None]:
         """Yield the choices of chunks, each with the number of its new tokens; None: their text is held back."""
         first_index, begins, waiting = 0, defaultdict[int, int](int), dict[int, Echo]()
+        tools = None if self.open_parser is None else ToolChunks(self.open_parser)
         streams: list[AsyncIterator[tuple[int, Encoded, CompletionDelta]]] = []
         for encoded, echo in zip(self.several, self.echoes, strict=True):
             for index in range(first_index, first_index + encoded.params.n):
@@ -109,7 +116,13 @@ class Call:
                     begin=begins[index],
                 )
                 begins[index] += len(delta.text)
-                yield {**chunk, "index": index}, len(delta.token_ids)
+                chunks = [chunk] if tools is None else tools.split(index, chunk, delta)
+                num_tokens = len(delta.token_ids)
+                for each in chunks:
+                    yield {**each, "index": index}, num_tokens
+                    num_tokens = 0
+                if num_tokens:
+                    yield None, num_tokens
 
     async def _numbered(
         self, encoded: Encoded, first_index: int

@@ -39,8 +39,16 @@ def openai_routes(service: Service) -> APIRouter:
         body = await read_model(request, ChatBody)
         name = service.check_model(body.model)
         variables = template_variables(body.chat_template_kwargs, body.reasoning_effort)
-        several = await service.prompts.encode([_messages(body)], body.params(None), variables, priority=body.priority)
-        return await _answer(request, body, Call(service, several, [None], name, True, _wants_usage(body)))
+        params, use, open_parser = body.params(None), body.tool_use, None
+        tools = None if use is None else use.tools
+        (encoded,) = await service.prompts.encode(
+            [_messages(body)], params, variables, priority=body.priority, tools=tools
+        )
+        if use is not None:
+            keeps_special = (body.model_extra or {}).get("skip_special_tokens") is False
+            open_parser = await service.prompts.parser_of(use, encoded, keeps_special=keeps_special)
+        call = Call(service, [encoded], [None], name, True, _wants_usage(body), open_parser)
+        return await _answer(request, body, call)
 
     @router.post("/v1/completions", openapi_extra=_described(CompletionBody))
     async def completions(request: Request) -> Response:

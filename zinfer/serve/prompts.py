@@ -4,11 +4,16 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
+from zinfer.errors import ConfigError
 from zinfer.requests.length_limits import LengthLimits, Limit
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.tool_formats import KNOWN, ToolFormat, find_tool_format
+from zinfer.requests.tool_parser import AnswerParser, open_parser
+from zinfer.requests.tools import ToolUse
 from zinfer.scheduling.precedence import FIRST_COME, Precedence
 from zinfer.serve.caller import CALLER
 from zinfer.serve.errors import ApiError
@@ -77,6 +82,7 @@ class Prompts:
         *,
         default_new: int | None = None,
         priority: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Encoded]:
         """Encode the prompts of a call.
 
@@ -84,6 +90,7 @@ class Prompts:
             variables: of the chat template.
             priority: lower ones start first; None: 0.
             default_new: new tokens unless the call states them; None: what the context and the KV cache leave.
+            tools: the functions that a chat may call.
 
         Raises:
             ConfigError: a prompt or its params are invalid.
@@ -92,7 +99,9 @@ class Prompts:
         if len(prompts) > self._most:
             raise ApiError(400, f"prompt: {len(prompts)} prompts are more than {self._most} of one call")
         precedence = Precedence(priority=priority or 0, owner=CALLER.get())
-        several = await self.on_thread(lambda: [self._encode(each, params, variables, default_new) for each in prompts])
+        several = await self.on_thread(
+            lambda: [self._encode(each, params, variables, default_new, tools) for each in prompts]
+        )
         return [replace(each, precedence=precedence) for each in several]
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -103,6 +112,32 @@ class Prompts:
             raise ApiError(400, f"tokens: token ids are below {self._loaded.vocab_size}, not {beyond}", param="tokens")
         text: str = await self.on_thread(lambda: tokenizer.decode(token_ids))
         return text
+
+    async def parser_of(self, use: ToolUse, encoded: Encoded, *, keeps_special: bool) -> Callable[[], AnswerParser]:
+        """Return what makes a parser for each answer to a chat with tools.
+
+        Args:
+            keeps_special: whether special tokens are content.
+
+        Raises:
+            ConfigError: the form in which the model writes calls is not known.
+        """
+        form, prompt = self._tool_format(use), ""
+        if form is not None and form.reads_prompt:
+            prompt = await self.decode(encoded.prompt_ids)
+        hidden = () if keeps_special else self.tokenizer.all_special_tokens
+        return partial(open_parser, use, form, prompt, hidden)
+
+    def _tool_format(self, use: ToolUse) -> ToolFormat | None:
+        assert self._encoder is not None
+        template = self._encoder.chat_template(use.tools)
+        found = find_tool_format(self.tokenizer, template)
+        if found is None and use.mode == "auto":
+            raise ConfigError(
+                f"tools: this model writes calls in a form that is not known here (known are {KNOWN}); leave them out, "
+                "or let tool_choice be 'required' or name a function"
+            )
+        return found
 
     async def plain_ids(self, text: str) -> list[int]:
         """Return a text's tokens without special ones. Raises ApiError if there is no tokenizer."""
@@ -142,9 +177,10 @@ class Prompts:
         params: SamplingParams,
         variables: Mapping[str, Any] | None,
         default_new: int | None,
+        tools: Sequence[Mapping[str, Any]] | None,
     ) -> Encoded:
         assert self._encoder is not None
-        token_ids, filled = self._encoder.encode(prompt, params, variables)
+        token_ids, filled = self._encoder.encode(prompt, params, variables, tools)
         if params.max_new_tokens is None:
             num_left = self.most_tokens - len(token_ids)
             most = num_left if default_new is None else min(default_new, num_left)

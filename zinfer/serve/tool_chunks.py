@@ -1,0 +1,45 @@
+"""Calls of tools in the choices of an answer, whole and as chunks of a stream."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zinfer.requests.completion import CompletionDelta
+from zinfer.requests.tool_parser import AnswerParser, merged
+
+
+def with_calls(choice: dict[str, Any], parser: AnswerParser) -> dict[str, Any]:
+    """Return a whole choice of a chat with the calls that its text holds."""
+    content = choice["message"]["content"]
+    found = merged([*parser.feed(content), *parser.finish()])
+    message = choice["message"] | found
+    return {**choice, "message": message, "finish_reason": _reason(choice["finish_reason"], "tool_calls" in found)}
+
+
+class ToolChunks:
+    """Reads the calls of all choices of one stream.
+
+    Args:
+        open_parser: makes a choice's parser.
+    """
+
+    def __init__(self, open_parser: Callable[[], AnswerParser]) -> None:
+        self._parsers = defaultdict[int, AnswerParser](open_parser)
+        self._calling: set[int] = set()
+
+    def split(self, index: int, chunk: dict[str, Any], delta: CompletionDelta) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of choice ``index`` in place of one whose text was not read yet; perhaps none."""
+        parser, is_last = self._parsers[index], delta.completion is not None
+        parts = [*parser.feed(delta.text), *(parser.finish() if is_last else ())]
+        if any("tool_calls" in part for part in parts):
+            self._calling.add(index)
+        if not parts and (is_last or chunk["logprobs"]):
+            parts.append({})
+        for place, part in enumerate(parts, start=1):
+            whole = chunk if place == len(parts) else {**chunk, "logprobs": None, "finish_reason": None}
+            reason = _reason(whole["finish_reason"], index in self._calling)
+            yield {**whole, "delta": part, "finish_reason": reason}
+
+
+def _reason(reason: str | None, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and reason == "stop" else reason
