@@ -119,6 +119,10 @@ def test_a_deployment(model: str, alone: list[tuple[str, int, int, str]], folder
     assert all(each["generated_text"].startswith(text) for each, (text, *_) in zip(found, alone, strict=True))
     one = httpx.post(f"{url}/generate", json={"prompt": PROMPTS[0], "max_length": 24, "do_sample": False})
     assert one.json() == {"generated_text": alone[0][0]}
+    for body, words in (({"prompt": PROMPTS[:2]}, "one text, not 2"), ({"prompt": "a", "stream": True}, "/mii/NAME")):
+        refused = httpx.post(f"{url}/generate", json=body)
+        assert refused.status_code == 400
+        assert words in refused.json()["error"]["message"]
     for keywords, words in (({"max_length": 5}, "max_length is 5"), ({"beams": 2}, "unknown field 'beams'")):
         with pytest.raises(ConfigError, match=words):
             client.generate(PROMPTS, **keywords)

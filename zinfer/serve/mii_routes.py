@@ -48,8 +48,13 @@ def mii_routes(service: Service) -> APIRouter:
     @router.post("/generate")
     async def one(request: Request) -> Response:
         body = await read_record(request)
-        prompts = _prompts(body.pop("prompt", None))[:1]
+        prompts = _prompts(body.pop("prompt", None))
         params = MIIParams.read(body)
+        if len(prompts) != 1:
+            remedy = "POST /mii/NAME takes several"
+            raise ApiError(400, f"prompt takes one text, not {len(prompts)}; {remedy}", param="prompt")
+        if params.stream:
+            raise ApiError(400, "stream is not supported here; POST /mii/NAME streams", param="stream")
         several = await _encode(service, prompts, params)
         (found,) = await unless_disconnected(request, _whole(service, prompts, several, params))
         return JSONResponse({"generated_text": found["generated_text"]})
