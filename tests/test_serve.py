@@ -3,6 +3,9 @@
 import asyncio
 import json
 import re
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -413,6 +416,26 @@ def test_the_dashboard_shows_metrics_that_there_are(server: Server) -> None:
     assert named - shown == of_batches
     kinds = {re.sub("_(bucket|sum|count|created)$", "", each) for each in shown if not each.endswith("_created")}
     assert {each for each in kinds if not any(name.startswith(each) for name in named)} == set()
+
+
+@pytest.mark.parametrize("options", [(), ("--chat",), ("--whole",)])
+def test_the_load_test_counts_what_it_sends(server: Server, options: tuple[str, ...]) -> None:
+    words = ["--url", f"{server.url}/v1", "--api-key", KEY, "--rate", "100", "--requests", "20", *options]
+    script = ROOT / "benchmarks" / "serve_load.py"
+    sizes = ["--prompt-len", "5", "--max-tokens", "4"]
+    done = subprocess.run([sys.executable, script, *words, *sizes], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["requests"], found["errors"], found["tokens"]) == (20, 0, 80)
+    assert 0 < found["first_token_ms"]["p50"] <= found["request_ms"]["p99"]
+    assert (found["between_tokens_ms"] is None) == ("--whole" in options)
+    broken = subprocess.run([sys.executable, script, *words, *sizes, "--api-key", "no"], capture_output=True, text=True)
+    assert "401" in broken.stderr
+
+
+def test_the_server_takes_as_many_connections_as_the_system_allows(server: Server) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = Path(f"/proc/{server.process.pid}/limits").read_text()
+    assert re.search(rf"Max open files +{most} +{most} ", limits)
 
 
 def _metrics(server: Server) -> list[Any]:

@@ -11,7 +11,7 @@ from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals
 from zinfer.errors import ConfigError
 
 _MIB = 1 << 20
-_EXTRA = ("fastapi", "uvicorn", "msgspec", "prometheus_client", "aiofiles", "python_multipart")
+_EXTRA = ("aiofiles", "fastapi", "httptools", "msgspec", "multipart", "prometheus_client", "uvicorn", "uvloop")
 
 
 def serve(
@@ -118,11 +118,7 @@ def replica(
 
 
 def _check_extra() -> None:
-    missing = [
-        name
-        for name in ("fastapi", "uvicorn", "msgspec", "prometheus_client", "aiofiles", "multipart")
-        if find_spec(name) is None
-    ]
+    missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
         raise ConfigError(f"a server needs {missing[0]}; run `pip install 'zinfer[serve]'`")
 

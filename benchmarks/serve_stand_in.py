@@ -1,0 +1,49 @@
+"""A server whose replica computes nothing: it answers at once, so that what a request takes is HTTP's own time.
+
+    python benchmarks/serve_stand_in.py TOKENIZER    # says where it listens
+
+`replica` as the first argument is the process that answers.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from zinfer.requests.completion import Completion, CompletionDelta
+from zinfer.requests.length_limits import LengthLimits
+from zinfer.serve.messages import Connection, Deltas, Ready, Submit, ToEngine
+from zinfer.serve.server import ServerOptions, serve
+from zinfer.serve.service import ServiceLimits
+
+_POSITIONS = 1 << 16
+
+
+async def answer(socket_path: str) -> None:
+    """Give each request its tokens, one a message as passes do, without any pause."""
+    reader, writer = await asyncio.open_unix_connection(socket_path)
+    connection = Connection(reader, writer, ToEngine)
+    connection.send(Ready(_POSITIONS, LengthLimits(), _POSITIONS))
+    while isinstance(message := await connection.receive(), Submit):
+        count = message.params.most_new_tokens
+        if not message.precedence.is_background:
+            for _ in range(count - 1):
+                connection.send(Deltas([(message.number, CompletionDelta(0, 0, "a", (5,)))]))
+        whole = Completion(0, 0, "a" * count, (5,) * count, "length")
+        connection.send(Deltas([(message.number, CompletionDelta(0, 0, "a", (5,), None, whole))]))
+
+
+def main() -> None:
+    if sys.argv[1] == "replica":
+        asyncio.run(answer(sys.argv[sys.argv.index("--socket") + 1]))
+        return
+    command = [sys.executable, __file__, "replica"]
+    tokenizer = AutoTokenizer.from_pretrained(Path(sys.argv[1]))
+    serve(
+        [command], tokenizer, ServerOptions(["stand-in"], port=0), ServiceLimits(), lambda text: print(text, flush=True)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""`benchmarks/serve.py` on the demo, with few rows."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from guide_blocks import ROOT
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_the_server_with_offline() -> None:
+    sizes = ["--rows", "8", "--batch-rows", "20", "--chats", "2", "--repeats", "1", "--rate", "20", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "serve.py", *sizes],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["saturated"]["same_texts"] == 1
+    assert found["saturated"]["streams"]["tokens"] == found["saturated"]["whole"]["tokens"] == 8 * 24
+    assert found["saturated"]["streams"]["over_offline"] > 0
+    assert found["batch"]["over_offline"] > 0
+    assert found["batch"]["chats_beside"]["tokens"] > 0
+    assert found["http"]["whole_ms"]["p99"] > 0
