@@ -44,6 +44,8 @@ class RunStats:
         swapped_bytes_written: bytes of preempted sequences' KV cache written to the disk.
         swapped_bytes_read: bytes of it read back.
         passes: forwards of the whole model.
+        guessed_tokens: tokens that were guessed, and verified by passes of `zinfer.LLM`.
+        accepted_tokens: those of them that were right: each saved its sequence a pass.
         wall_s: seconds inside forward and generate calls; on a CUDA device a forward may return before it is computed.
         span_s: seconds from the beginning of the first call until the device was done with the last one, or until now
             if it is still under way.
@@ -68,6 +70,8 @@ class RunStats:
     swapped_bytes_written: int = 0
     swapped_bytes_read: int = 0
     passes: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
     wall_s: float = 0.0
     span_s: float = 0.0
 

@@ -53,6 +53,7 @@ class PagedEngine:
         self._held: Counter[int] = Counter()
         self._admitted: dict[int, Sequence] = {}
         self._scored: Counter[tuple[int, int]] = Counter()
+        self.behind_guesses: dict[int, list[int]] = {}
 
     def compute(self, coming: Pass) -> dict[int, int]:
         """One pass; gives the next tokens."""
@@ -78,7 +79,17 @@ class PagedEngine:
             self._check_context(chunk)  # as one does that writes all keys first
         self._check_sharers(coming, written)
         self._let_go()
-        return {c.sequence.number: next_token(tuple(c.sequence.tokens(0, c.end))) for c in coming.chunks if c.samples}
+        self.behind_guesses = {c.sequence.number: self._verify(c) for c in coming.chunks if c.sequence.guesses}
+        ends = {c.sequence: c.end - len(c.sequence.guesses) for c in coming.chunks if c.samples}
+        return {sequence.number: next_token(tuple(sequence.tokens(0, end))) for sequence, end in ends.items()}
+
+    def _verify(self, chunk: Chunk) -> list[int]:
+        """Give the tokens behind each guess; what was computed of the guesses is not kept in mind."""
+        sequence = chunk.sequence
+        ends = range(chunk.end - len(sequence.guesses) + 1, chunk.end + 1)
+        found = [next_token(tuple(sequence.tokens(0, end))) for end in ends]
+        del self._prefixes[sequence.number][sequence.num_tokens :]
+        return found
 
     def check_counts(self, sequences: list[Sequence]) -> None:
         """The pool's counts are those of the pages that sequences hold; only running ones hold any."""
@@ -136,8 +147,12 @@ class PagedEngine:
         numbers = [chunk.sequence.number for chunk in coming.chunks]
         assert len(set(numbers)) == len(numbers), "a sequence is in a pass twice"
         for chunk in coming.chunks:
-            assert chunk.begin == chunk.sequence.num_computed < chunk.end <= chunk.sequence.num_tokens
-            assert chunk.samples == (chunk.end == chunk.sequence.num_tokens)
+            num_tokens = chunk.sequence.num_tokens + len(chunk.sequence.guesses)
+            assert chunk.begin == chunk.sequence.num_computed < chunk.end <= num_tokens
+            assert chunk.samples == (chunk.end == num_tokens)
+            if coming.has_guesses:
+                assert chunk.num_extra_logits == len(chunk.sequence.guesses)
+                continue
             last = chunk.end - chunk.samples
             self._scored.update((chunk.sequence.number, at) for at in range(last - chunk.num_extra_logits, last))
         assert not (coming.swapped_out and coming.swapped_in), "one makes room for another's pages to come back"

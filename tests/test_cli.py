@@ -209,7 +209,7 @@ def test_a_disk_that_fails_in_the_middle_exits_1(
 def test_a_failing_engine_shows_its_traceback(
     model: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(self: Batcher) -> Any:
+    def failing(self: Batcher, *_: object) -> Any:
         raise RuntimeError("boom")
 
     monkeypatch.setattr(Batcher, "step", failing)

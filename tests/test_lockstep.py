@@ -149,7 +149,7 @@ def served(rank: int, folder: Path, size: int, several: list[dict[str, Any]]) ->
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_calls_of_several_threads_make_equal_passes(folder: Path, size: int) -> None:
-    few_pages = {"kv_cache_memory": NUM_PAGES * SIZES["kv_page_size"] * token_bytes(folder)}
+    few_pages = {"speculate": "ngram", "kv_cache_memory": NUM_PAGES * SIZES["kv_page_size"] * token_bytes(folder)}
     configs = [few_pages, {"admission_order": "longest_first", "kv_cache_tier": "host", "max_sequences": 5}]
     first, *others = run_ranks(size, served, folder, size, configs if size == 2 else configs[:1])
     for found in others:

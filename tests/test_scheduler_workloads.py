@@ -25,6 +25,10 @@ FAMILIES = [tuple((place * place // (7 + family)) % NUM_TOKENS_KNOWN for place i
 """Texts that prompts begin with."""
 
 
+Coming = tuple[Sequence, int, tuple[int, ...], list[int]]
+"""A sequence, its next token, and the tokens behind each of its guesses."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A prompt of a workload: ``num_common`` tokens of a family's text, then ``num_own`` of one kind.
@@ -120,7 +124,10 @@ class Workload:
         lends: bool = False,
         engine: type[PagedEngine] = PagedEngine,
         num_sets: int = 1,
+        guesses: tuple[tuple[int, int], ...] = (),
     ) -> None:
+        self.guesses = guesses  # right and wrong ones of passes that may have any, in turn
+        self.num_accepted = self.num_refused = 0
         self.rows = sorted(rows, key=lambda row: row.arrives_at)
         self.sequences = [
             Sequence(
@@ -149,7 +156,7 @@ class Workload:
         self.most_under_way = max(1, num_sets - 1)
         self.num_added = 0
         self.aborted: set[int] = set()
-        self.coming_ids: deque[list[tuple[Sequence, int]]] = deque()  # of passes under way
+        self.coming_ids: deque[list[Coming]] = deque()  # of passes under way
         self.num_together = 0
         self.compositions: list[list[tuple[int, int, int]]] = []
         self.lends, self.room = lends, room
@@ -178,13 +185,12 @@ class Workload:
         self._abort(at, during_pass=False)
         if self.lends:
             self._lend()
+        order = self._order(at)
         self.engine.check_counts(self.sequences)
-        orders = self.room.orders
-        coming = self.scheduler.schedule(PassOrder(orders[at % len(orders)]) if orders else USUAL)
+        coming = self.scheduler.schedule(order)
         is_due = len(self.coming_ids) == self.most_under_way or (coming is None and len(self.coming_ids) > 0)
         self.num_together = max(self.num_together, len(self.coming_ids) + (coming is not None))
-        received = self.coming_ids.popleft() if is_due else []
-        self.scheduler.receive(received)
+        received = self._receive() if is_due else []
         if coming is None:
             self._end_texts(received)
             return bool(is_due)
@@ -198,8 +204,49 @@ class Workload:
         going_on = {c.sequence.number for c in coming.chunks if c.sequence.state is SequenceState.RUNNING}
         self.scheduler.advance(coming)
         sequences = self.sequences
-        self.coming_ids.append([(sequences[number], next_ids[number]) for number in next_ids if number in going_on])
+        behind = self.engine.behind_guesses
+        self.coming_ids.append(
+            [
+                (sequences[number], next_ids[number], sequences[number].guesses, behind.get(number, []))
+                for number in next_ids
+                if number in going_on
+            ]
+        )
         return True
+
+    def _order(self, at: int) -> PassOrder:
+        """The order of a pass, before whose guesses the tokens of passes under way are received."""
+        orders = self.room.orders
+        order = PassOrder(orders[at % len(orders)]) if orders else USUAL
+        has_guesses = self.guesses and self.scheduler.is_decoding
+        if self.engine.num_sets == 1 and (has_guesses or any(each[2] for ids in self.coming_ids for each in ids)):
+            while self.coming_ids:
+                self._end_texts(self._receive())
+        if not has_guesses:
+            return order
+        num_right, num_wrong = self.guesses[at % len(self.guesses)]
+        guesses = {}
+        for each in self.sequences:
+            if each.state is SequenceState.RUNNING and not each.is_awaited:
+                right = completion(tuple(each.tokens(0, each.num_tokens)), num_right + 1)
+                guesses[each.number] = (*right[:-1], *[(right[-1] + 1) % NUM_TOKENS_KNOWN] * num_wrong)
+        return order._replace(guesses=guesses)
+
+    def _receive(self) -> list[Coming]:
+        """Take the tokens of a pass, and those behind right guesses."""
+        received = self.coming_ids.popleft()
+        self.scheduler.receive((sequence, token_id) for sequence, token_id, *_ in received)
+        for sequence, token_id, guesses, behind in received:
+            end_after = self.rows[sequence.number].end_after
+            for guess, following in zip(guesses, behind, strict=True):
+                is_over = sequence.state is SequenceState.FINISHED or len(sequence.output_ids) >= end_after
+                if is_over or guess != token_id:
+                    self.num_refused += 1
+                    break
+                self.scheduler.accept(sequence, following)
+                self.num_accepted += 1
+                token_id = following
+        return received
 
     def _lend(self) -> None:
         """Have the scheduler do without the pages that are to spare."""
@@ -207,9 +254,9 @@ class Workload:
         self.engine.move(self.scheduler.confine(num_pages))
         self.num_lent += num_pages < self.engine.pool.num_pages
 
-    def _end_texts(self, received: list[tuple[Sequence, int]]) -> None:
+    def _end_texts(self, received: list[Coming]) -> None:
         """With the tokens of an earlier pass, while the next one is computed."""
-        for sequence, _ in received:
+        for sequence, *_ in received:
             ended = len(sequence.output_ids) >= self.rows[sequence.number].end_after
             if ended and sequence.state is not SequenceState.FINISHED:
                 self.scheduler.end(sequence)

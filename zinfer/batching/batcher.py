@@ -20,6 +20,7 @@ from zinfer.batching.request import Request
 from zinfer.batching.runner import PassRunner
 from zinfer.batching.running_request import RunningRequest
 from zinfer.batching.stage_tokens import Coming, Looked, StageTokens
+from zinfer.batching.verification import Guesses, Round, rounds, rows_behind
 from zinfer.engine.finite_check import FiniteWatch
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
@@ -34,6 +35,7 @@ from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import PENDING, SequenceState
 from zinfer.scheduling.sequence import Sequence as TokenSequence
+from zinfer.scheduling.speculation import Speculation
 
 _MOST_NOTED_PASSES: Final = 1 << 18
 _PIECE_LOGITS: Final = 1 << 25
@@ -42,8 +44,8 @@ _PIECE_LOGITS: Final = 1 << 25
 
 @dataclass(frozen=True, eq=False)
 class _Drawing:
-    """The sequences that get a token in a pass, these tokens, on the device, the host or the last stage, and the spans
-    of prompts whose scores come with them.
+    """The sequences that get a token in a pass, these tokens, on the device, the host or the last stage, the spans of
+    prompts whose scores come with them, and the guesses that they verify.
     """
 
     sequences: Sequence[TokenSequence]
@@ -51,6 +53,7 @@ class _Drawing:
     result: Coming
     looks: Looked
     scored: Sequence[ScoredSpan] = ()
+    guesses: Guesses = ()
 
 
 class Batcher:
@@ -74,6 +77,7 @@ class Batcher:
         window: the most tokens that any layer attends to; None if a layer attends to all.
         tokens: brings tokens from the last stage of a pipeline to the others.
         target: limits passes by their seconds; None: nothing does.
+        speculation: guesses tokens; None: nothing does.
     """
 
     def __init__(
@@ -85,8 +89,11 @@ class Batcher:
         window: int | None = None,
         tokens: StageTokens | None = None,
         target: LatencyTarget | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._target = target
+        self._speculation = speculation
+        self._events: list[Event] = []  # of tokens that were taken for a pass's guesses
         self._runner = runner
         self._cache = cache
         self._sampler = sampler
@@ -157,8 +164,19 @@ class Batcher:
         return [self._finish(each, "cancelled") for each in [*self._running.values()] if each.request in unwanted]
 
     def order(self) -> PassOrder:
-        """Return the order of the next pass, from the seconds of those before; one rank's is for all in step."""
-        return USUAL if self._target is None else self._target.order()
+        """Return the order of the next pass, from the seconds of those before and the tokens so far.
+
+        One rank's order is for all in step.
+        """
+        order = USUAL if self._target is None else self._target.order()
+        if self._speculation is None or not self._scheduler.is_decoding:
+            return order
+        most = self._speculation.most_guesses(self._scheduler.num_running)
+        if most < 1:
+            return order
+        self._take_all()
+        rows = [each for each in self._running.values() if each.may_be_guessed]
+        return order._replace(guesses=self._speculation.guess([each.sequence for each in rows], most))
 
     def step(self, order: PassOrder = USUAL) -> list[Event]:
         """Launch a pass and, while it is computed, take the tokens of an earlier one. After an exception call `abort`.
@@ -167,6 +185,9 @@ class Batcher:
             The completions of the earlier pass, and the tokens of requests that want them one by one; empty if no
             request is unfinished.
         """
+        if order.guesses is not None or any(each.guesses for each in self._drawn):
+            self._take_all()
+        before, self._events = self._events, []
         if self._lender is not None:
             self._lender.adjust(self._scheduler)
         scheduled = self._scheduler.schedule(order)
@@ -176,7 +197,12 @@ class Batcher:
         if scheduled is not None and computed is not None:
             self._drawn.append(self._draw(scheduled, *computed))
             self._scheduler.advance(scheduled)
-        return events
+        return [*before, *events]
+
+    def _take_all(self) -> None:
+        """Take the tokens of all passes, unless several are under way at once, of other sequences each."""
+        while self._drawn and self._budget.num_sets == 1:
+            self._events += self._receive(self._drawn.popleft())
 
     @property
     def num_running(self) -> int:
@@ -218,6 +244,7 @@ class Batcher:
         """Drop everything for good, whatever state a pass is in; the counters stay."""
         self._watch.stop()
         self._drawn.clear()
+        self._events.clear()
         self._running.clear()
         self._matched.clear()
         self._suspects.clear()
@@ -248,7 +275,7 @@ class Batcher:
         batch = self._builder.build(scheduled.chunks, pending, form)
         self.pass_sizes.append(scheduled.size)
         self.num_tokens += self.pass_sizes[-1].num_tokens
-        if scheduled.chunks.extra_logits:
+        if scheduled.chunks.extra_logits and not scheduled.has_guesses:
             scorer = PromptScorer(self._sampler, scheduled.chunks, self._running)
             self._runner.run_in_pieces(batch, max(_PIECE_LOGITS // self._sampler.vocab_size, 1), scorer.take)
             return scorer.sampled, scorer
@@ -263,22 +290,28 @@ class Batcher:
         sequences = [sequence for sequence in sampling if sequence.state is running]
         writing = self._running
         rows = [writing[sequence.number] for sequence in sequences]
+        guesses = [sequence.guesses for sequence in sequences] if scheduled.has_guesses else []
         if self._tokens is not None and not self._tokens.is_last:
             self._watch.take()  # of this stage's layers: the last one says for all whether its own are broken
             if matchers := [each.row.matcher for each in rows if each.row.matcher is not None]:
                 token_masks(matchers)  # finds the same ends as the last stage's
             found = self._tokens.expect()
-            return _Drawing(sequences, rows, found, found, spans)
+            return _Drawing(sequences, rows, found, found, spans, guesses)
         if len(sequences) < len(sampling):
-            places = [place for place, sequence in enumerate(sampling) if sequence.state is running]
+            behind = [sequence for sequence in sampling for _ in range(1 + len(sequence.guesses))]
+            places = [place for place, sequence in enumerate(behind) if sequence.state is running]
             logits = logits[send(places, torch.int64, logits.device)]
         scores = scorer.scores if scorer is not None else ()
-        drawn = self._sampler.draw(logits, [each.row for each in rows], scores)
+        drawing = [each.row for each in rows]
+        if guesses:
+            pairs = zip(drawing, guesses, strict=True)
+            drawing = [row for own, following in pairs for row in rows_behind(own, following)]
+        drawn = self._sampler.draw(logits, drawing, scores)
         looks = self._watch.take()
         if self._tokens is None:
-            return _Drawing(sequences, rows, drawn, looks, spans)
+            return _Drawing(sequences, rows, drawn, looks, spans, guesses)
         shared = self._tokens.share(drawn, looks)
-        return _Drawing(sequences, rows, shared, shared, spans)
+        return _Drawing(sequences, rows, shared, shared, spans, guesses)
 
     def _receive(self, drawn: _Drawing) -> list[Event]:
         """Take the tokens of an earlier pass; returns the requests they complete, and the tokens of others."""
@@ -292,22 +325,38 @@ class Batcher:
             self._target.observe(size.num_tokens, self.pass_ends_s[-1] - self.pass_ends_s[-2])
         if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # the batcher has not been idle for days
             del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]
-        writing = self._running  # without those that were cancelled meanwhile
-        broken = {number for place in sampled.broken if (number := drawn.sequences[place].number) in writing}
         if self._watch.is_on and (where := drawn.looks.where()) is not None:
             self._suspects |= {number: self._suspects[number] or where for number in self._suspects}
-        tokens = zip(drawn.sequences, sampled.token_ids, strict=True)
-        self._scheduler.receive((each, token_id) for each, token_id in tokens if token_id != BROKEN)
-        self.num_new_tokens += len(drawn.sequences) - len(broken)
-        for each, logprobs in zip(drawn.rows, sampled.logprobs, strict=True):
-            if logprobs is not None:
-                each.logprobs.append(logprobs)
         scores = iter(sampled.scores)
         for span in drawn.scored:
             span.request.add_scores(span.begin, islice(scores, span.end - span.begin))
+        events: list[Event] = []
+        for number, each in enumerate(rounds(drawn.sequences, drawn.rows, drawn.guesses, sampled, self._running)):
+            events += self._take(each, is_guessed=number > 0)
+        if self._speculation is not None:
+            self._speculation.num_guessed += sum(map(len, drawn.guesses))
+        return events
+
+    def _take(self, found: Round, *, is_guessed: bool) -> list[Event]:
+        """Take a token of each of several requests; returns those they complete, and the tokens of others."""
+        writing = self._running  # without those that were cancelled meanwhile
+        if is_guessed:
+            for sequence, token_id in zip(found.sequences, found.token_ids, strict=True):
+                self._scheduler.accept(sequence, token_id)
+            if self._speculation is not None:
+                self._speculation.num_accepted += len(found.rows)
+            broken: set[int] = set()
+        else:
+            pairs = list(zip(found.sequences, found.token_ids, strict=True))
+            broken = {each.number for each, token_id in pairs if token_id == BROKEN and each.number in writing}
+            self._scheduler.receive(pair for pair in pairs if pair[1] != BROKEN)
+        self.num_new_tokens += len(found.rows) - len(broken)
+        for each, logprobs in zip(found.rows, found.logprobs, strict=True):
+            if logprobs is not None:
+                each.logprobs.append(logprobs)
         restarted = self._restart(broken)
         events: list[Event] = []
-        for each in self._perhaps_complete(drawn, sampled.token_ids):
+        for each in self._perhaps_complete(found):
             number = each.sequence.number
             if number in broken:
                 if number not in restarted:
@@ -315,27 +364,28 @@ class Batcher:
             elif number in writing and (end := each.end()) is not None:
                 self.num_new_tokens -= not each.request.params.most_new_tokens
                 events.append(self._finish(each, *end))
-        return [*self._new_tokens(drawn, broken), *events] if self._tells else events
+        return [*self._new_tokens(found, broken), *events] if self._tells else events
 
-    def _new_tokens(self, drawn: _Drawing, broken: set[int]) -> Iterator[Event]:
+    def _new_tokens(self, found: Round, broken: set[int]) -> Iterator[Event]:
         """Yield the new tokens of unfinished requests that want them one by one."""
-        for each in drawn.rows:
+        for each in found.rows:
             number = each.sequence.number
             if each.request.detokenizer is not None and number in self._running and number not in broken:
                 output_ids, logprobs = each.sequence.output_ids, each.logprobs[-1] if each.logprobs else None
                 yield each.request, Token(output_ids[-1], logprobs, each.scores if len(output_ids) == 1 else None)
 
-    def _perhaps_complete(self, drawn: _Drawing, token_ids: Sequence[int]) -> Sequence[RunningRequest]:
+    def _perhaps_complete(self, found: Round) -> Sequence[RunningRequest]:
         """Return requests that may be complete. Keep the loop minimal: it runs per sequence per pass."""
         if self._reads:
-            return drawn.rows
+            return found.rows
         last_ids, ended = self._last_ids, SequenceState.FINISHED  # with all the tokens that they may have
-        each = enumerate(zip(drawn.sequences, token_ids, strict=True))
+        sequences = found.sequences
+        each = enumerate(zip(sequences, found.token_ids, strict=True))
         places = [place for place, (sequence, token_id) in each if token_id in last_ids or sequence.state is ended]
         if self._matched:
-            matched = {place for place, sequence in enumerate(drawn.sequences) if sequence.number in self._matched}
+            matched = {place for place, sequence in enumerate(sequences) if sequence.number in self._matched}
             places = sorted(matched.union(places))
-        return [drawn.rows[place] for place in places]
+        return [found.rows[place] for place in places]
 
     def _restart(self, broken: set[int]) -> set[int]:
         """Restart the broken sequences that share pages, because another sequence may have damaged those pages.

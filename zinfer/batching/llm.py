@@ -45,8 +45,10 @@ from zinfer.requests.prompt_encoder import PromptLike, find_tokenizer
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler
+from zinfer.scheduling.ngram_drafter import NGramDrafter
 from zinfer.scheduling.precedence import Precedence
 from zinfer.scheduling.schedule import PassSize
+from zinfer.scheduling.speculation import MOST_TOKENS, Speculation
 
 log = logging.getLogger("zinfer")
 
@@ -57,7 +59,8 @@ class LLM:
     Args:
         model: as for `zinfer.init_inference`, or an open checkpoint.
         config: likewise; ``zinfer.tokens_per_pass``, ``max_sequences``, ``kv_cache_memory``, ``kv_cache_tier``,
-            ``kv_cache_dtype`` and ``kv_page_size`` configure the batches, ``max_token_latency`` bounds their passes.
+            ``kv_cache_dtype`` and ``kv_page_size`` configure the batches, ``max_token_latency`` bounds their passes,
+            and ``speculate`` says whether tokens are guessed.
         tokenizer: one of transformers'; by default the one in the model's folder, if there is one. Without it prompts
             are token ids.
         swaps_to_disk: whether preempted sequences are swapped to ``offload_param.nvme_path`` once their share of host
@@ -152,8 +155,16 @@ class LLM:
         self._estimator = JobEstimator(budget, window, token_bytes, self._model.estimator.pass_time, latency_s)
         if (note := describe_unreachable(self._estimator)) is not None and not isinstance(lockstep, Follower):
             log.warning(note)
+        self._speculation = None if isinstance(lockstep, Follower) else self._open_speculation(settings)
         self._batcher = Batcher(
-            self._runner, self._cache, Sampler(vocab_size, device), budget, window, tokens, self._estimator.target
+            self._runner,
+            self._cache,
+            Sampler(vocab_size, device),
+            budget,
+            window,
+            tokens,
+            self._estimator.target,
+            self._speculation,
         )
         closers = (
             *([tokens.close] if tokens is not None else []),
@@ -170,6 +181,14 @@ class LLM:
             else ServingLoop(self._batcher, device, closers, lockstep)
         )
         self._loop.close_with(self)
+
+    def _open_speculation(self, settings: Settings) -> Speculation | None:
+        """Return what guesses tokens: if asked for, or if it costs nothing."""
+        kind = settings.batching.speculate
+        streams = self._model.device.type == "cuda" and self._model.plan.streamed_bytes > 0
+        if kind == "off" or (kind == "auto" and not (streams and self._estimator.free_tokens() >= MOST_TOKENS)):
+            return None
+        return Speculation(NGramDrafter())
 
     @property
     def device(self) -> torch.device:
@@ -202,7 +221,9 @@ class LLM:
         """
         self._check_open()
         found = self._cache.add_to(self._model.stats(self._cache.bytes_to_device))
-        return replace(found, passes=self._runner.num_passes)
+        guesses = self._speculation
+        guessed, accepted = (guesses.num_guessed, guesses.num_accepted) if guesses is not None else (0, 0)
+        return replace(found, passes=self._runner.num_passes, guessed_tokens=guessed, accepted_tokens=accepted)
 
     def predict(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
         """Predict the seconds that completing such prompts takes on this machine, by simulating the passes.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from zinfer.batching.request import Request
 from zinfer.requests.logprobs import Logprobs
 from zinfer.sampling.sampler import Row
-from zinfer.scheduling.sequence import Sequence
+from zinfer.scheduling.sequence import Sequence, SequenceState
 
 
 @dataclass
@@ -33,6 +33,13 @@ class RunningRequest:
         assert self.prompt_logprobs is not None
         for position, each in enumerate(found, begin):
             self.prompt_logprobs[position] = each
+
+    @property
+    def may_be_guessed(self) -> bool:
+        """Whether a next pass may verify guesses: it runs, its tokens are known, and no grammar decides on them."""
+        sequence = self.sequence
+        is_running = sequence.state is SequenceState.RUNNING and bool(sequence.output_ids)
+        return is_running and not sequence.is_awaited and self.row.matcher is None
 
     @property
     def scores(self) -> tuple[Logprobs | None, ...] | None:

@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -42,6 +42,10 @@ def serve(
     max_token_latency: Annotated[
         str | None, typer.Option(help="Most time between two tokens, such as 200ms; passes have fewer tokens for it.")
     ] = None,
+    speculate: Annotated[
+        Literal["auto", "ngram", "off"] | None,
+        typer.Option(help="Guess next tokens from a request's own text; auto: where that costs no time."),
+    ] = None,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests may take after SIGTERM.")] = 60,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, without its text.")] = False,
 ) -> None:
@@ -64,14 +68,14 @@ def serve(
             raise ConfigError(f"--model {model} is not a folder")
         if (ssl_certfile is None) != (ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both")
-        stated = {} if max_token_latency is None else {"max_token_latency": max_token_latency}
+        stated = _stated(max_token_latency, speculate)
         resolve_settings(config, {"device": device, **stated}, swaps=True)
         if log_requests:
             _log_requests()
         words = [sys.executable, "-m", "zinfer", "replica", "--model", str(model), "--device", device]
         words += [] if config is None else ["--config", str(config)]
         words += [] if ranks is None else ["--ranks", str(ranks)]
-        words += [] if max_token_latency is None else ["--max-token-latency", max_token_latency]
+        words += [word for key, value in stated.items() for word in (f"--{key.replace('_', '-')}", value)]
         options = ServerOptions(
             served_model_name or [model.resolve().name],
             host,
@@ -97,6 +101,7 @@ def replica(
     device: Annotated[Device, typer.Option()] = "auto",
     ranks: Annotated[int | None, typer.Option(min=1)] = None,
     max_token_latency: Annotated[str | None, typer.Option()] = None,
+    speculate: Annotated[str | None, typer.Option()] = None,
 ) -> None:
     """Compute for the server that listens on this socket."""
     with exit_on_error(lambda: "Finished requests were answered"), raise_on_signals():
@@ -106,7 +111,7 @@ def replica(
             begin_rank(ranks)
             from zinfer.config import resolve_settings
 
-        stated = {} if max_token_latency is None else {"max_token_latency": max_token_latency}
+        stated = _stated(max_token_latency, speculate)
         settings = resolve_settings(config, {"device": device, **stated}, swaps=True)
         num_ranks = choose_num_ranks(ranks, settings.device)
         if num_ranks > 1:
@@ -115,6 +120,12 @@ def replica(
             from zinfer.serve.engine_process import compute
 
         compute(str(socket), str(model), config, {"device": device, **stated})
+
+
+def _stated(max_token_latency: str | None, speculate: str | None) -> dict[str, str]:
+    """Return the keys that are options too."""
+    options = {"max_token_latency": max_token_latency, "speculate": speculate}
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _check_extra() -> None:

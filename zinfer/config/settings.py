@@ -161,6 +161,13 @@ class Batching:
         default="arrival",
     )
     kv_page_size: int | None = setting("zinfer.kv_page_size", count(1), "tokens of a page of the KV cache")
+    speculate: Literal["auto", "ngram", "off"] = setting(
+        "zinfer.speculate",
+        choice("auto", "ngram", "off"),
+        "guess next tokens from a sequence's own text, and verify them in the pass that computes its next one; auto: "
+        "on a GPU, where streaming the weights leaves time for 256 tokens",
+        default="auto",
+    )
     max_token_latency_s: float | None = setting(
         "zinfer.max_token_latency",
         values.seconds,

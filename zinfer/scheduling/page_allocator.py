@@ -118,6 +118,13 @@ class PageAllocator:
         sequence.pages += self._pool.take(min(num_wanted, most))
         return min(end, len(sequence.pages) * self._pool.page_size)
 
+    def extend_idle(self, sequence: Sequence, end: int, most: int) -> int:
+        """As `extend`, for tokens that can do without: a sequence never holds more pages than it needs alone."""
+        num_wanted = max(self._pool.pages_for(end) - len(sequence.pages), 0)
+        num_left = self.pages_of(sequence) - (len(sequence.pages) - sequence.num_dropped)
+        sequence.pages += self._pool.take(max(min(num_wanted, most, num_left), 0))
+        return min(end, len(sequence.pages) * self._pool.page_size)
+
     def publish(self, sequence: Sequence, end: int) -> None:
         """Add the full pages with known tokens up to position ``end``, swapped-in ones too, to the prefix cache."""
         if sequence.shares:

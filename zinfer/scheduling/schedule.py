@@ -123,6 +123,7 @@ class Pass:
 
     Attributes:
         num_lent_pages: as in `PassSize`.
+        has_guesses: whether the extra logits are those behind `Sequence.guesses`; all chunks are sampled then.
         chunks: at most one per sequence, in order.
         swapped_out: sequences with the pages to copy out, in token order.
         swapped_in: sequences with the pages to copy into, for the last pages that were swapped out. The pages before
@@ -130,6 +131,7 @@ class Pass:
     """
 
     num_lent_pages: int = 0
+    has_guesses: bool = False
     chunks: Chunks = field(default_factory=Chunks)
     swapped_out: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
     swapped_in: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)

@@ -16,7 +16,7 @@ sequence's last token is `PENDING`, and `receive` fills it in while the next pas
 to have ended with that token wastes one token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from zinfer.scheduling.claims import Claims
 from zinfer.scheduling.page_allocator import PageAllocator, first_needed
@@ -106,9 +106,14 @@ class Scheduler:
 
         With a sliding window, a prompt may take more pages at once than it needs in the end.
         """
-        if not self._lends or self._preempted.first() or self._queue.first() or self._running.prompt:
+        if not self._lends or not self.is_decoding:
             return 0
         return max(self.pool.num_pages - self._workload.num_pages, 0)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether nothing waits, and no prompt is under way."""
+        return not (self._preempted.first() or self._queue.first() or self._running.prompt)
 
     @property
     def num_wanted_pages(self) -> int:
@@ -144,7 +149,7 @@ class Scheduler:
         most_running = order.most_running(self._max_sequences)
         budget = min(self._token_budget, order.most_tokens or self._token_budget)
         claims, gave_way = self._give_way(new_pass, budget, most_running)
-        num_left = self._schedule_running(new_pass, num_pages, most_rows, claims, budget)
+        num_left = self._schedule_running(new_pass, num_pages, most_rows, claims, budget, order)
         sequence: Sequence | None = None
         while num_left and len(self._running) < most_running and len(new_pass.chunks) < most_rows:
             sequence = self._next()
@@ -174,6 +179,7 @@ class Scheduler:
         for sequence, end, samples in zip(chunks.sequences, chunks.ends, chunks.samples, strict=True):
             if sequence.state is not running:
                 continue
+            end -= len(sequence.guesses)  # which may be wrong
             sequence.num_computed = end
             if sequence.num_to_score:
                 sequence.num_scored = max(sequence.num_scored, min(end, sequence.num_to_score))
@@ -191,6 +197,18 @@ class Scheduler:
             output_ids = sequence.output_ids
             assert output_ids[-1] == PENDING, f"sequence {sequence.number} has all its tokens"
             output_ids[-1] = token_id
+            sequence.guesses = ()
+
+    def accept(self, sequence: Sequence, token_id: int) -> None:
+        """Append the token that was sampled behind a right guess of the pass before; called after `receive`."""
+        assert not sequence.is_awaited
+        sequence.output_ids.append(token_id)
+        if sequence.state is SequenceState.RUNNING:  # else it is computed again
+            sequence.num_computed += 1
+            if self._window is not None:
+                self.pool.drop_before(sequence, first_needed(sequence.num_computed, self._window))
+        if len(sequence.output_ids) >= sequence.max_new_tokens:
+            self.end(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """End an unfinished sequence in any state; the caller drops its swapped-out pages.
@@ -213,7 +231,7 @@ class Scheduler:
         self._remove(sequence)
         if sequence.output_ids[-1:] == [PENDING]:
             sequence.output_ids.pop()
-        sequence.shares = False
+        sequence.shares, sequence.guesses = False, ()
         self._workload.add(sequence, self._allocator.pages_of(sequence))
         self._preempted.add(sequence, 0)
 
@@ -263,7 +281,9 @@ class Scheduler:
             self._preempt(last, new_pass)
         return claims, len(running) < num_running
 
-    def _schedule_running(self, new_pass: Pass, num_pages: int, most_rows: int, claims: Claims, budget: int) -> int:
+    def _schedule_running(
+        self, new_pass: Pass, num_pages: int, most_rows: int, claims: Claims, budget: int, order: PassOrder
+    ) -> int:
         """Schedule the running sequences, ``most_rows`` at most; returns the tokens of ``budget`` left for others.
 
         Returns 0 if a sequence was preempted or must wait for pages. Nothing is admitted after a prompt that does not
@@ -282,12 +302,32 @@ class Scheduler:
         page_size = self.pool.page_size
         for sequence in [each for each in ready if (each.num_computed + 1) // page_size > each.num_named]:
             self._allocator.publish(sequence, sequence.num_computed + 1)
+        if order.guesses and self.is_decoding:
+            self._add_guesses(ready, order.guesses, budget - len(ready), new_pass)
         num_left = max(num_left - len(ready), 0)
         if len(self._running) < num_running or len(ready) < len(decodes):
             return 0
         if prompt is None or not num_left or len(ready) == most_rows:
             return num_left
         return num_left - self._schedule_prompt(prompt, num_left, new_pass)
+
+    def _add_guesses(
+        self, ready: list[Sequence], guesses: Mapping[int, tuple[int, ...]], most: int, new_pass: Pass
+    ) -> None:
+        """Extend the decodes by ``most`` guesses in all, as far as free pages and their numbers of new tokens allow."""
+        chunks, most_pages = Chunks(), self._allocator.num_free_for_prompts(len(self._running))
+        for sequence in ready:
+            begin, num_pages = sequence.num_computed, len(sequence.pages)
+            num_left = sequence.max_new_tokens - len(sequence.output_ids) - 1
+            own = guesses.get(sequence.number, ())[: max(min(num_left, most), 0)]
+            end = self._allocator.extend_idle(sequence, begin + 1 + len(own), most_pages)
+            sequence.guesses = own[: end - begin - 1]
+            most -= len(sequence.guesses)
+            most_pages -= len(sequence.pages) - num_pages
+            new_pass.has_guesses |= bool(sequence.guesses)
+            chunks.append(Chunk(sequence, begin, begin + 1 + len(sequence.guesses), True, len(sequence.guesses)))
+        if new_pass.has_guesses:
+            new_pass.chunks = chunks
 
     def _with_pages(self, decodes: list[Sequence], new_pass: Pass) -> list[Sequence]:
         """Return the decodes that get a page for their next token: all before the first that gets none."""
@@ -329,7 +369,7 @@ class Scheduler:
     def _preempt(self, last: Sequence, new_pass: Pass) -> None:
         """Preempt the last running sequence, which has no chunk in the pass yet."""
         self._running.remove(last)
-        pages = tuple(last.pages[last.num_dropped :])
+        pages = tuple(last.pages[last.num_dropped : self.pool.pages_for(last.num_computed)])  # without wrong guesses
         self._preempted.add(last, len(pages))
         if last.state is SequenceState.SWAPPED:
             new_pass.swapped_out.append((last, pages))

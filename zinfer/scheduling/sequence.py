@@ -50,6 +50,7 @@ class Sequence:
             last of the prompt, or 0.
         num_scored: number of these whose pass was launched.
         precedence: whether it is admitted before others.
+        guesses: tokens guessed to follow, which the pass under way verifies; not counted as tokens.
         state: its state.
 
     Raises:
@@ -70,6 +71,7 @@ class Sequence:
     num_to_score: int = 0
     num_scored: int = 0
     precedence: Precedence = FIRST_COME
+    guesses: tuple[int, ...] = ()
     state: SequenceState = SequenceState.WAITING
 
     def __post_init__(self, prompt: abc.Sequence[int]) -> None:
@@ -106,8 +108,11 @@ class Sequence:
         return len(self.prompt_ids) + len(output_ids) - (1 if output_ids and output_ids[-1] == PENDING else 0)
 
     def tokens(self, begin: int, end: int) -> "array[int]":
-        """Return the tokens at positions ``begin`` to ``end`` (exclusive) of prompt and output."""
+        """Return the tokens at positions ``begin`` to ``end`` (exclusive) of prompt, output and guesses."""
         num_prompt = len(self.prompt_ids)
         if end <= num_prompt:
             return self.prompt_ids[begin:end]
-        return self.prompt_ids[begin:] + array("i", self.output_ids[max(begin - num_prompt, 0) : end - num_prompt])
+        following = self.output_ids[max(begin - num_prompt, 0) : end - num_prompt]
+        if self.guesses and end > self.num_tokens:
+            following += self.guesses[: end - self.num_tokens]
+        return self.prompt_ids[begin:] + array("i", following)
