@@ -107,7 +107,7 @@ class Runs:
         words = ["bench", "--model", str(self._model(job.model)), "--weights", job.weights, "--config", str(config)]
         rows = min(job.rows, 8) if self._is_small else job.rows
         words += ["--rows", str(rows), "--prompt-len", str(job.prompt_len), "--new-tokens", str(job.new_tokens)]
-        words += ["--ranks", str(num_ranks)] if num_ranks > 1 else []
+        words += ["--ranks", str(num_ranks)]
         words += ["--device", "cpu"] if self._is_small else []
         begin_s = time.perf_counter()
         found: dict[str, Any] = json.loads(self._run([*words, "--json"]).splitlines()[-1])

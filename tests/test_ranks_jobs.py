@@ -278,6 +278,71 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert [choose_num_ranks(stated, "cpu") for stated in (None, 4)] == [1, 4]
 
 
+@pytest.mark.parametrize(
+    ("parallel", "device", "most", "wanted"),
+    [
+        ({}, "auto", None, 8),
+        ({}, "cpu", None, 1),
+        ({}, "auto", 5, 5),
+        ({"tensor": 2}, "cuda", None, 8),
+        ({"tensor": 2}, "cuda", 5, 4),
+        ({"pipeline": 3}, "auto", None, 6),
+        ({"replicas": 2, "zero": 2}, "auto", None, 4),
+        ({"replicas": 4, "tensor": 4}, "auto", None, 1),
+        ({"tensor": 16}, "auto", None, 1),
+    ],
+)
+def test_commands_use_all_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    parallel: dict[str, int],
+    device: str,
+    most: int | None,
+    wanted: int,
+) -> None:
+    from zinfer.cli.launch import choose_num_ranks
+    from zinfer.config.parallel import Parallel
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert choose_num_ranks(None, device, Parallel(**parallel), most) == wanted
+    said = capsys.readouterr().err
+    assert said == (f"zinfer: {wanted} ranks, one for each GPU (--ranks 1: one process)\n" if wanted > 1 else "")
+    assert choose_num_ranks(1, device, Parallel(**parallel)) == 1
+
+
+def test_a_rank_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zinfer.cli.launch import choose_num_ranks
+    from zinfer.config.parallel import Parallel
+
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert choose_num_ranks(None, "auto", Parallel()) == 1
+
+
+def test_the_commands_ask_for_all_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run` and `bench` start a rank on each; not beside rivals, and no more than there are rows."""
+    from typer.testing import CliRunner
+
+    from zinfer.cli import app
+
+    started: list[int] = []
+
+    def launch(num_ranks: int, kept: object) -> None:
+        started.append(num_ranks)
+        raise SystemExit(0)
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("zinfer.cli.launch.launch", launch)
+    model = ["--model", str(folder / "model")]
+    job = [*model, "--input", str(folder / "in.jsonl"), "--output", str(folder / "all.jsonl")]
+    for words in (["run", *job], ["bench", *model, "--rows", "64"], ["bench", *model, "--rows", "3"]):
+        CliRunner().invoke(app, words)
+    assert started == [4, 4, 3]
+
+
 def ending(rank: int, text: str, exit_code: int, *, is_own: bool) -> Ending:
     return Ending(rank, "host", text, exit_code, is_own)
 

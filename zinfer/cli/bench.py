@@ -32,7 +32,7 @@ def bench(
         str, typer.Option(help="Rivals to run on the same prompts, such as 'accelerate,deepspeed'; they need the disk.")
     ] = "",
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes that share the weights and the rows, one per GPU.")
+        int | None, typer.Option(min=1, help="Processes that share weights and rows; by default one per GPU.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line on stdout.")] = False,
 ) -> None:
@@ -73,8 +73,10 @@ def bench(
             experts=experts,
             compare=chosen_rivals(compare),
         )
-        if (num_ranks := choose_num_ranks(ranks, device)) > 1:
-            check_mesh(resolve_settings(config, request.keys()).parallel, num_ranks)
+        parallel = resolve_settings(config, request.keys()).parallel
+        num_ranks = choose_num_ranks(ranks, device, None if request.compare else parallel, rows)
+        if num_ranks > 1:
+            check_mesh(parallel, num_ranks)
             launch(num_ranks, lambda: "Nothing was kept")
         with importing():
             from zinfer.jobs.bench import run_bench

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -28,26 +29,43 @@ _LOCAL: Final = "127.0.0.1"
 _AGAIN: Final = "run the same command again to go on"
 
 
-def choose_num_ranks(stated: int | None, device: str) -> int:
-    """Return how many processes a command starts for its job; 1: it computes itself.
+def choose_num_ranks(
+    stated: int | None, device: str, parallel: "Parallel | None" = None, most: int | None = None
+) -> int:
+    """Return how many processes a command starts for its job; 1: it computes itself. Says so if it chooses several.
 
     Args:
-        stated: the number that the user gave; None: one.
+        stated: the number that the user gave.
         device: the configured one: "auto", "cuda" or "cpu".
+        parallel: the configured sizes, for a command that uses all GPUs unless it is told; None: one process does.
+        most: ranks that the job has work for; None: any number.
 
     Raises:
         ConfigError: the number is more than there are GPUs.
     """
     import torch
 
-    if stated is None or is_several():
+    if is_several() or (stated is None and parallel is None):
         return 1
     num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if stated is None:
+        assert parallel is not None
+        chosen = _most_ranks(min(num_gpus, most or num_gpus), parallel)
+        if chosen > 1:
+            say(f"{chosen} ranks, one for each GPU (--ranks 1: one process)")
+        return chosen
     if stated > num_gpus and (num_gpus or device == "cuda"):
         raise ConfigError(
             f"--ranks {stated} needs {stated} GPUs, and torch sees {num_gpus}; give fewer, or --device cpu"
         )
     return stated
+
+
+def _most_ranks(num_gpus: int, parallel: "Parallel") -> int:
+    """Return the most ranks that the configured sizes allow on so many GPUs; 1 if there are too few."""
+    size = prod(each or 1 for each in vars(parallel).values())
+    found = size if parallel.replicas is not None else num_gpus // size * size
+    return found if 1 <= found <= num_gpus else 1
 
 
 def check_mesh(parallel: "Parallel", num_ranks: int) -> None:

@@ -31,7 +31,7 @@ def run(
     ] = Task.GENERATE,
     pooling: Annotated[Pooling, typer.Option(help="Pooling of token vectors for embed.")] = Pooling.MEAN,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes that share the model, one per GPU; by default one.")
+        int | None, typer.Option(min=1, help="Processes that share the model; by default one per GPU.")
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
 ) -> None:
@@ -52,7 +52,7 @@ def run(
             from zinfer.config import resolve_settings
 
         settings = resolve_settings(config, {"device": device}, swaps=task is Task.GENERATE)
-        num_ranks = choose_num_ranks(ranks, settings.device)
+        num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
         if num_ranks > 1:
             check_mesh(settings.parallel, num_ranks)
             launch(num_ranks, lambda: kept_message(output))

@@ -28,7 +28,9 @@ def serve(
         list[str] | None, typer.Option(help="Name that requests use; repeatable. By default the folder's.")
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Copies of the model, each in processes of its own.")] = 1,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes that share a replica, one per GPU.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share a replica; by default one per GPU, if there is one.")
+    ] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Sequences under way at once; more get 429.")] = 4096,
     max_body: Annotated[int, typer.Option(min=1, help="MiB of a request's body; larger ones get 413.")] = 16,
     files: Annotated[Path | None, typer.Option(help="Folder for files and batches; without it there are none.")] = None,
@@ -74,6 +76,8 @@ def serve(
             _log_requests()
         words = [sys.executable, "-m", "zinfer", "replica", "--model", str(model), "--device", device]
         words += [] if config is None else ["--config", str(config)]
+        if ranks is None and replicas > 1:  # each would take all GPUs
+            ranks = 1
         words += [] if ranks is None else ["--ranks", str(ranks)]
         words += [word for key, value in stated.items() for word in (f"--{key.replace('_', '-')}", value)]
         options = ServerOptions(
@@ -113,7 +117,7 @@ def replica(
 
         stated = _stated(max_token_latency, speculate)
         settings = resolve_settings(config, {"device": device, **stated}, swaps=True)
-        num_ranks = choose_num_ranks(ranks, settings.device)
+        num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
         if num_ranks > 1:
             launch(num_ranks, lambda: "Finished requests were answered")
         with importing():

@@ -44,7 +44,7 @@ def serve(model_name_or_path: str = "", model_config: Mapping[str, Any] | None =
     folder = folder_of(name)
     command = [sys.executable, "-m", "zinfer", "serve", "--model", settings.model, "--served-model-name", name]
     command += ["--replicas", str(num_replicas), "--config", str(folder / "config.json")]
-    command += ["--ranks", str(settings.num_ranks)] if settings.num_ranks > 1 else []
+    command += ["--ranks", str(settings.num_ranks)]
     command += ["--device", settings.device] if settings.device else []
     if server["enable_restful_api"]:
         command += ["--host", server["restful_api_host"], "--port", str(server["restful_api_port"])]
