@@ -356,7 +356,7 @@ def test_tokens_are_counted_and_decoded(server: Server) -> None:
         assert http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
 
 
-@pytest.mark.parametrize("words", ["40+2=\"}], temperature", "tool_choice", "/score"])
+@pytest.mark.parametrize("words", ['40+2="}], temperature', "tool_choice", "/score"])
 def test_the_guides_client_gets_an_answer(server: Server, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     block = next(each for each in blocks_of(GUIDE / "serve.md") if each.comment == "served" and words in each.text)
     code = block.text.replace("http://127.0.0.1:8000", server.url).replace("secret", KEY)

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.batching.batcher import Batcher
+from zinfer.batching.draft_model import DraftModel, check_vocabulary, draft_config
 from zinfer.batching.following_loop import FollowingLoop
 from zinfer.batching.handle import Handle
 from zinfer.batching.lockstep import Follower, open_lockstep
@@ -23,7 +25,7 @@ from zinfer.batching.serving_loop import ServingLoop
 from zinfer.batching.stage_tokens import open_tokens
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
-from zinfer.config.settings import say_without_effect
+from zinfer.config.settings import mute_key_report, say_without_effect
 from zinfer.engine.division import Prepare
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.streamed_model import StreamedModel
@@ -60,7 +62,7 @@ class LLM:
         model: as for `zinfer.init_inference`, or an open checkpoint.
         config: likewise; ``zinfer.tokens_per_pass``, ``max_sequences``, ``kv_cache_memory``, ``kv_cache_tier``,
             ``kv_cache_dtype`` and ``kv_page_size`` configure the batches, ``max_token_latency`` bounds their passes,
-            and ``speculate`` says whether tokens are guessed.
+            and ``speculate`` and ``draft_model`` say whether and by what tokens are guessed.
         tokenizer: one of transformers'; by default the one in the model's folder, if there is one. Without it prompts
             are token ids.
         swaps_to_disk: whether preempted sequences are swapped to ``offload_param.nvme_path`` once their share of host
@@ -112,22 +114,24 @@ class LLM:
             )
             return budget.footprint
 
-        # Graphs capture a whole pass with its pages, not only the module's forward.
-        self._model = StreamedModel(
-            model,
-            settings,
-            check_model=check_family,
-            find_reserve=find_reserve,
-            replays_passes=True,
-            checksums=checksums,
-            prepare=prepare,
-        )
-        assert budget is not None
-        try:
+        with ExitStack() as opened:
+            self._draft = self._open_draft(settings)  # first: the large model takes what memory is left
+            if self._draft is not None:
+                opened.callback(self._draft.close)
+            # Graphs capture a whole pass with its pages, not only the module's forward.
+            self._model = StreamedModel(
+                model,
+                settings,
+                check_model=check_family,
+                find_reserve=find_reserve,
+                replays_passes=True,
+                checksums=checksums,
+                prepare=prepare,
+            )
+            opened.callback(self._model.destroy)
+            assert budget is not None
             self._open(settings, budget, tokenizer, swaps_to_disk)
-        except BaseException:
-            self._model.destroy()
-            raise
+            opened.pop_all()
 
     def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, swaps_to_disk: bool | None) -> None:
         """Open the cache, the scheduler and the serving loop over the model."""
@@ -167,6 +171,7 @@ class LLM:
             self._speculation,
         )
         closers = (
+            *([self._draft.close] if self._draft is not None else []),
             *([tokens.close] if tokens is not None else []),
             *([lockstep.close] if lockstep is not None else []),
             self._cache.close,
@@ -182,8 +187,21 @@ class LLM:
         )
         self._loop.close_with(self)
 
+    def _open_draft(self, settings: Settings) -> "LLM | None":
+        """Open the small model that guesses tokens, if one is configured."""
+        folder = settings.batching.draft_model
+        if folder is None or settings.batching.speculate == "off":
+            return None
+        with mute_key_report():
+            return LLM(folder, draft_config(settings))
+
     def _open_speculation(self, settings: Settings) -> Speculation | None:
         """Return what guesses tokens: if asked for, or if it costs nothing."""
+        if (draft := self._draft) is not None:
+            assert settings.batching.draft_model is not None
+            own = self.tokenizer, self.vocab_size
+            check_vocabulary(settings.batching.draft_model, (draft.tokenizer, draft.vocab_size), own)
+            return Speculation(DraftModel(draft.generate, self.vocab_size))
         kind = settings.batching.speculate
         streams = self._model.device.type == "cuda" and self._model.plan.streamed_bytes > 0
         if kind == "off" or (kind == "auto" and not (streams and self._estimator.free_tokens() >= MOST_TOKENS)):

@@ -48,6 +48,9 @@ def serve(
         Literal["auto", "ngram", "off"] | None,
         typer.Option(help="Guess next tokens from a request's own text; auto: where that costs no time."),
     ] = None,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="Folder of a small model of the same vocabulary that guesses next tokens.")
+    ] = None,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests may take after SIGTERM.")] = 60,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, without its text.")] = False,
 ) -> None:
@@ -70,7 +73,9 @@ def serve(
             raise ConfigError(f"--model {model} is not a folder")
         if (ssl_certfile is None) != (ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both")
-        stated = _stated(max_token_latency, speculate)
+        if draft_model is not None and not draft_model.is_dir():
+            raise ConfigError(f"--draft-model {draft_model} is not a folder")
+        stated = _stated(max_token_latency, speculate, draft_model)
         resolve_settings(config, {"device": device, **stated}, swaps=True)
         if log_requests:
             _log_requests()
@@ -106,6 +111,7 @@ def replica(
     ranks: Annotated[int | None, typer.Option(min=1)] = None,
     max_token_latency: Annotated[str | None, typer.Option()] = None,
     speculate: Annotated[str | None, typer.Option()] = None,
+    draft_model: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Compute for the server that listens on this socket."""
     with exit_on_error(lambda: "Finished requests were answered"), raise_on_signals():
@@ -115,7 +121,7 @@ def replica(
             begin_rank(ranks)
             from zinfer.config import resolve_settings
 
-        stated = _stated(max_token_latency, speculate)
+        stated = _stated(max_token_latency, speculate, draft_model)
         settings = resolve_settings(config, {"device": device, **stated}, swaps=True)
         num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
         if num_ranks > 1:
@@ -126,10 +132,10 @@ def replica(
         compute(str(socket), str(model), config, {"device": device, **stated})
 
 
-def _stated(max_token_latency: str | None, speculate: str | None) -> dict[str, str]:
+def _stated(max_token_latency: str | None, speculate: str | None, draft_model: Path | None) -> dict[str, str]:
     """Return the keys that are options too."""
-    options = {"max_token_latency": max_token_latency, "speculate": speculate}
-    return {key: value for key, value in options.items() if value is not None}
+    options = {"max_token_latency": max_token_latency, "speculate": speculate, "draft_model": draft_model}
+    return {key: str(value) for key, value in options.items() if value is not None}
 
 
 def _check_extra() -> None:

@@ -168,6 +168,11 @@ class Batching:
         "on a GPU, where streaming the weights leaves time for 256 tokens",
         default="auto",
     )
+    draft_model: Path | None = setting(
+        "zinfer.draft_model",
+        values.path,
+        "folder of a small model with the same vocabulary, to guess next tokens in zinfer.LLM; it stays on the device",
+    )
     max_token_latency_s: float | None = setting(
         "zinfer.max_token_latency",
         values.seconds,

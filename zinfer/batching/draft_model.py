@@ -1,0 +1,82 @@
+"""`DraftModel`: guesses by a small model of the same vocabulary, which stays on the device."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from zinfer.config import Settings
+from zinfer.errors import ConfigError
+from zinfer.ranks.environment import num_started
+from zinfer.requests.completion import Completion
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.scheduling.sequence import Sequence as TokenSequence
+from zinfer.scheduling.speculation import MOST_TOKENS
+
+_MOST_GUESSES: Final = 8
+"""Each takes a pass of the small model, during which the large one only streams on."""
+_KV_BYTES: Final = 1 << 30
+_TOKENS_PER_PASS: Final = 8192
+
+
+class DraftModel:
+    """Completes each sequence's text greedily; what it computed before is found in its prefix cache.
+
+    Args:
+        generate: `LLM.generate` of the small model.
+        vocab_size: of the large model; guesses end before a token that it lacks.
+    """
+
+    def __init__(self, generate: Callable[..., list[Completion]], vocab_size: int) -> None:
+        self._generate = generate
+        self._vocab_size = vocab_size
+
+    def guess(self, sequences: Sequence[TokenSequence], most: int) -> Mapping[int, tuple[int, ...]]:
+        """As `NGramDrafter.guess`; a sequence that the small model cannot hold has no guess."""
+        if not sequences:
+            return {}
+        prompts = [{"prompt_token_ids": each.tokens(0, each.num_known).tolist()} for each in sequences]
+        found = self._generate(prompts, SamplingParams(max_new_tokens=min(most, _MOST_GUESSES)))
+        pairs = zip(sequences, found, strict=True)
+        return {each.number: self._known(completion) for each, completion in pairs if completion.error is None}
+
+    def _known(self, completion: Completion) -> tuple[int, ...]:
+        ids = completion.token_ids
+        return ids[: next((place for place, each in enumerate(ids) if each >= self._vocab_size), len(ids))]
+
+
+def draft_config(settings: Settings) -> dict[str, Any]:
+    """Return the configuration of the small model beside a large one with these settings.
+
+    Among several ranks each has the small model as a replica, since they open their models in step; the first of those
+    that make the same passes asks it.
+    """
+    own: dict[str, Any] = {
+        "device": settings.device,
+        "speculate": "off",
+        "kv_cache_memory": _KV_BYTES,
+        "max_sequences": MOST_TOKENS // 2,
+        "tokens_per_pass": _TOKENS_PER_PASS,
+    }
+    return {"zinfer": own | ({"parallel": {"replicas": num_started()}} if num_started() > 1 else {})}
+
+
+def check_vocabulary(folder: Path, draft: tuple[Any, int], own: tuple[Any, int]) -> None:
+    """Check that tokens mean the same to both models.
+
+    Args:
+        folder: of the small model.
+        draft, own: the tokenizer, None if there is none, and the size of the vocabulary of each.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    (theirs, their_size), (ours, our_size) = draft, own
+    if theirs is not None and ours is not None:
+        is_same = theirs.get_vocab() == ours.get_vocab()
+    else:
+        is_same = their_size == our_size
+    if not is_same:
+        raise ConfigError(
+            f"zinfer.draft_model = {str(folder)!r}: its vocabulary of {their_size:,} tokens is not the model's of "
+            f"{our_size:,}; give a smaller model of the same family"
+        )
