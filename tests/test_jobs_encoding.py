@@ -58,7 +58,7 @@ def ids_of(text: str) -> torch.Tensor:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 @pytest.mark.parametrize(
     ("model_type", "class_name"),
     [
@@ -81,7 +81,8 @@ def test_embeddings_are_those_of_each_text_alone(
     for text in TEXTS:
         with torch.no_grad():
             hidden = encoder(input_ids=ids_of(text)).last_hidden_state[0]
-        wanted = nn.functional.normalize(hidden.mean(dim=0) if pooling == "mean" else hidden[0], dim=0)
+        pooled = {"mean": hidden.mean(dim=0), "cls": hidden[0], "last": hidden[-1]}[pooling]
+        wanted = nn.functional.normalize(pooled, dim=0)
         torch.testing.assert_close(torch.tensor(rows[text]["embedding"]), wanted, rtol=1e-4, atol=1e-5)
         assert rows[text]["num_prompt_tokens"] == len(text)
 

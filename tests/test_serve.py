@@ -233,6 +233,7 @@ def test_prompts_are_scored(client: openai.OpenAI, server: Server, model: Path) 
         info = http.get("/tokenizer_info").json()
         plain = http.post("/v1/completions", json={"prompt": ids, "prompt_logprobs": 2, "max_tokens": 1}).json()
         streamed = http.post("/v1/completions", json={"prompt": ids, "prompt_logprobs": 2, "stream": True})
+        vectors = http.post("/v1/embeddings", json={"input": "a"})
         nothing = http.post("/score", json={"prompt": "a", "completions": ["b", ""]})
     assert answer["data"][0]["token_logprobs"] == pytest.approx(chosen[-2:], abs=1e-4)
     assert answer["data"][0]["logprob"] == pytest.approx(sum(chosen[-2:]), abs=1e-4)
@@ -247,6 +248,7 @@ def test_prompts_are_scored(client: openai.OpenAI, server: Server, model: Path) 
     )
     assert streamed.status_code == 400
     assert "not in the chunks of a stream" in streamed.json()["error"]["message"]
+    assert "this server completes; start `zinfer serve --task embed`" in vectors.json()["error"]["message"]
     assert "completion 2 adds no tokens" in nothing.json()["error"]["message"]
 
 

@@ -1,6 +1,7 @@
 """`zinfer serve`: a server with OpenAI's interface; and the hidden command that its replicas run."""
 
 import sys
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,9 +10,17 @@ import typer
 
 from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals, say
 from zinfer.errors import ConfigError
+from zinfer.jobs.request import Pooling
 
 _MIB = 1 << 20
 _EXTRA = ("aiofiles", "fastapi", "httptools", "msgspec", "multipart", "prometheus_client", "uvicorn", "uvloop")
+
+
+class ServedTask(StrEnum):
+    """What a server does with prompts."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
 
 
 def serve(
@@ -27,6 +36,10 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name that requests use; repeatable. By default the folder's.")
     ] = None,
+    task: Annotated[
+        ServedTask, typer.Option(help="What the model does; embed serves /v1/embeddings.")
+    ] = ServedTask.GENERATE,
+    pooling: Annotated[Pooling, typer.Option(help="Pooling of token vectors for embed.")] = Pooling.MEAN,
     replicas: Annotated[int, typer.Option(min=1, help="Copies of the model, each in processes of its own.")] = 1,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes that share a replica; by default one per GPU, if there is one.")
@@ -55,7 +68,7 @@ def serve(
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, without its text.")] = False,
 ) -> None:
     """Serve a model over HTTP with OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models,
-    and with --files /v1/files and /v1/batches.
+    with --files /v1/files and /v1/batches, and with --task embed only /v1/embeddings.
 
     Also /tokenize, /detokenize, /health, /ready, /version, /load and /metrics for Prometheus.
 
@@ -76,10 +89,15 @@ def serve(
         if draft_model is not None and not draft_model.is_dir():
             raise ConfigError(f"--draft-model {draft_model} is not a folder")
         stated = _stated(max_token_latency, speculate, draft_model)
+        if task is ServedTask.EMBED:
+            given = {"ranks": ranks, "files": files, **stated}
+            if unwanted := [name.replace("_", "-") for name, value in given.items() if value is not None]:
+                raise ConfigError(f"--{unwanted[0]} is for servers that generate; leave it out beside --task embed")
         resolve_settings(config, {"device": device, **stated}, swaps=True)
         if log_requests:
             _log_requests()
         words = [sys.executable, "-m", "zinfer", "replica", "--model", str(model), "--device", device]
+        words += ["--task", task, "--pooling", pooling]
         words += [] if config is None else ["--config", str(config)]
         if ranks is None and replicas > 1:  # each would take all GPUs
             ranks = 1
@@ -109,6 +127,8 @@ def replica(
     config: Annotated[Path | None, typer.Option()] = None,
     device: Annotated[Device, typer.Option()] = "auto",
     ranks: Annotated[int | None, typer.Option(min=1)] = None,
+    task: Annotated[ServedTask, typer.Option()] = ServedTask.GENERATE,
+    pooling: Annotated[Pooling, typer.Option()] = Pooling.MEAN,
     max_token_latency: Annotated[str | None, typer.Option()] = None,
     speculate: Annotated[str | None, typer.Option()] = None,
     draft_model: Annotated[Path | None, typer.Option()] = None,
@@ -123,6 +143,12 @@ def replica(
 
         stated = _stated(max_token_latency, speculate, draft_model)
         settings = resolve_settings(config, {"device": device, **stated}, swaps=True)
+        if task is ServedTask.EMBED:
+            with importing():
+                from zinfer.serve.engine_process import embed
+
+            embed(str(socket), str(model), config, {"device": device}, pooling)
+            return
         num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
         if num_ranks > 1:
             launch(num_ranks, lambda: "Finished requests were answered")

@@ -27,49 +27,25 @@ TOKENS_PER_PASS: Final = 16384
 _NOT_FINITE: Final = "the model's outputs are not finite numbers; its weights may be damaged, or its dtype too narrow"
 
 
-class EncodingCompleter(Completer):
-    """Embeds or classifies prompts with an engine.
+class Encoder:
+    """Embeds or classifies rows of tokens with an engine.
 
     Args:
         pad_token_id: padding token; the mask hides it.
-        tokens_per_pass: maximum per pass, padding included; a longer row gets a pass of its own.
     """
 
-    def __init__(
-        self, engine: InferenceEngine, task: Task, pooling: Pooling, pad_token_id: int, tokens_per_pass: int
-    ) -> None:
-        super().__init__(engine.stats, engine.destroy)
+    def __init__(self, engine: InferenceEngine, task: Task, pooling: Pooling, pad_token_id: int) -> None:
         self._engine = engine
         self._labels, self._pooling = task is Task.CLASSIFY, pooling
         self._pad_token_id = pad_token_id
-        self._tokens_per_pass = tokens_per_pass
 
-    def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
-        """Return the number of passes; their time is not predicted."""
-        num_passes = len(self._parts(prompts))
-        return Forecast(f"{num_passes} passes for {len(prompts)} rows", num_passes=num_passes)
-
-    def complete(
-        self, prompts: Sequence[Prompt], wanted: Collection[int]
-    ) -> Generator[tuple[Prompt, Encoding], None, None]:
-        """See `Completer.complete`."""
-        for part in self._parts(prompts):
-            if any(id(prompt) in wanted for prompt in part):
-                encodings = self._encode(part)
-                num_tokens = self._load.num_tokens + sum(len(prompt.token_ids) for prompt in part)
-                self._load = Load(self._load.num_passes + 1, num_tokens, num_tokens)
-                yield from zip(part, encodings, strict=True)
-
-    def _parts(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
-        return by_length(prompts, lambda prompt: len(prompt.token_ids), self._tokens_per_pass)
-
-    def _encode(self, prompts: Sequence[Prompt]) -> list[Encoding]:
+    def encode(self, rows: Sequence[Sequence[int]]) -> list[Encoding]:
         """Encode one pass. Rows with non-finite outputs are recomputed alone to find the layer at fault."""
-        numbers = self._compute(prompts)
+        numbers = self._compute(rows)
         broken = (~numbers.isfinite().all(dim=1)).nonzero().flatten().tolist()
         names: dict[int, str | None] = {}
         if broken:
-            again = [prompts[place] for place in broken]
+            again = [rows[place] for place in broken]
             found = self._engine.find_broken(lambda: self._compute(again), len(again))
             names = dict(zip(broken, found, strict=True))
         if self._labels:
@@ -81,9 +57,9 @@ class EncodingCompleter(Completer):
             for place, each in enumerate(fields)
         ]
 
-    def _compute(self, prompts: Sequence[Prompt]) -> torch.Tensor:
-        """Return the embeddings or logits [prompts, width or labels]."""
-        ids, mask = padded([prompt.token_ids for prompt in prompts], self._pad_token_id)
+    def _compute(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the embeddings or logits [rows, width or labels]."""
+        ids, mask = padded(rows, self._pad_token_id)
         device, module = self._engine.device, self._engine.module
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
@@ -97,13 +73,52 @@ class EncodingCompleter(Completer):
         return found
 
 
-def encoder_reserve(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int) -> FindReserve:
-    """Return a function that computes the memory to reserve for full passes of rows as long as the longest prompt.
+class EncodingCompleter(Completer):
+    """Embeds or classifies prompts.
+
+    Args:
+        encoder: over the engine.
+        tokens_per_pass: maximum per pass, padding included; a longer row gets a pass of its own.
+    """
+
+    def __init__(self, engine: InferenceEngine, encoder: Encoder, tokens_per_pass: int) -> None:
+        super().__init__(engine.stats, engine.destroy)
+        self._encoder = encoder
+        self._tokens_per_pass = tokens_per_pass
+
+    def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
+        """Return the number of passes; their time is not predicted."""
+        num_passes = len(self._parts(prompts))
+        return Forecast(f"{num_passes} passes for {len(prompts)} rows", num_passes=num_passes)
+
+    def complete(
+        self, prompts: Sequence[Prompt], wanted: Collection[int]
+    ) -> Generator[tuple[Prompt, Encoding], None, None]:
+        """See `Completer.complete`."""
+        for part in self._parts(prompts):
+            if any(id(prompt) in wanted for prompt in part):
+                encodings = self._encoder.encode([prompt.token_ids for prompt in part])
+                num_tokens = self._load.num_tokens + sum(len(prompt.token_ids) for prompt in part)
+                self._load = Load(self._load.num_passes + 1, num_tokens, num_tokens)
+                yield from zip(part, encodings, strict=True)
+
+    def _parts(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+        return by_length(prompts, lambda prompt: len(prompt.token_ids), self._tokens_per_pass)
+
+
+def find_pad_token_id(config: PreTrainedConfig, tokenizer: Any) -> int:
+    """Return the token that pads rows; 0 if neither config nor tokenizer has one, since the mask hides it."""
+    own = None if tokenizer is None else tokenizer.pad_token_id
+    found = config.pad_token_id if config.pad_token_id is not None else own
+    return int(found or 0)
+
+
+def encoder_reserve(spec: ModelSpec, row_len: int, tokens_per_pass: int) -> FindReserve:
+    """Return a function that computes the memory to reserve for full passes of rows of ``row_len`` tokens.
 
     Args:
         spec: spec of the encoder.
     """
-    row_len = max(len(prompt.token_ids) for prompt in prompts)
     num_rows = max(tokens_per_pass // row_len, 1)
 
     def find_reserve(
@@ -124,6 +139,9 @@ def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooli
     mask_RT1 = inputs["attention_mask"].to(hidden_RTW.device)[..., None]
     if pooling is Pooling.CLS:
         pooled_RW = hidden_RTW[:, 0]
+    elif pooling is Pooling.LAST:
+        last_R = mask_RT1.sum(dim=1)[:, 0] - 1
+        pooled_RW = hidden_RTW[torch.arange(len(last_R), device=last_R.device), last_R]
     else:
         pooled_RW = hidden_RTW.masked_fill(mask_RT1 == 0, 0).sum(dim=1) / mask_RT1.sum(dim=1)
     return nn.functional.normalize(pooled_RW, dim=-1)

@@ -18,7 +18,7 @@ from zinfer.engine.streamed_model import FindReserve
 from zinfer.errors import ConfigError, JobError, PlanError
 from zinfer.jobs.arrangement import with_mesh
 from zinfer.jobs.completer import Answer, Completer, RaggedCompleter
-from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, encoder_reserve
+from zinfer.jobs.encoder import TOKENS_PER_PASS, Encoder, EncodingCompleter, encoder_reserve, find_pad_token_id
 from zinfer.jobs.padded import PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
@@ -71,7 +71,7 @@ class ExecutionMode:
         meter: Meter,
         num_shares: int = 1,
     ) -> None:
-        _check_task(model, request.task)
+        check_task(model, request.task)
         self._request, self._settings = request, settings
         self._config, self._dtype, self._tokenizer, self._limits = model.config, model.dtype, tokenizer, limits
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
@@ -211,10 +211,9 @@ class ExecutionMode:
         engine = InferenceEngine(request.model, settings, find_reserve=find_reserve, checksums=checksums)
         if self._is_padded:
             return PaddedCompleter(engine, self._tokenizer, self._limits.most_tokens)
-        pad_token_id = engine.module.config.pad_token_id
-        if pad_token_id is None and self._tokenizer is not None:
-            pad_token_id = self._tokenizer.pad_token_id
-        return EncodingCompleter(engine, request.task, request.pooling, pad_token_id or 0, self._tokens_per_pass)
+        pad_token_id = find_pad_token_id(engine.module.config, self._tokenizer)
+        encoder = Encoder(engine, request.task, request.pooling, pad_token_id)
+        return EncodingCompleter(engine, encoder, self._tokens_per_pass)
 
     def _find_reserve(self, prompts: Sequence[Prompt]) -> FindReserve | None:
         """Return an encoder's memory reserve; None if its config does not give its width."""
@@ -223,7 +222,7 @@ class ExecutionMode:
         except PlanError as error:
             self._meter.note(f"no memory is reserved for activations, so weights may take too much: {error}")
             return None
-        return encoder_reserve(shape, prompts, self._tokens_per_pass)
+        return encoder_reserve(shape, max(len(each.token_ids) for each in prompts), self._tokens_per_pass)
 
     @property
     def _tokens_per_pass(self) -> int:
@@ -231,7 +230,8 @@ class ExecutionMode:
         return self._settings.batching.tokens_per_pass or TOKENS_PER_PASS
 
 
-def _check_task(model: PreTrainedModel, task: Task) -> None:
+def check_task(model: PreTrainedModel, task: Task) -> None:
+    """Raise ConfigError if a model cannot do a task."""
     name = type(model).__name__
     if model.main_input_name != "input_ids":
         raise ConfigError(f"a {name} takes no text; use a model that does")

@@ -29,10 +29,11 @@ class Task(StrEnum):
 
 
 class Pooling(StrEnum):
-    """How token vectors become one embedding: their mean, or the first token's."""
+    """How token vectors become one embedding: their mean, the first token's, or the last one's."""
 
     MEAN = "mean"
     CLS = "cls"
+    LAST = "last"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from zinfer import __version__
 from zinfer.serve.batch_routes import batch_routes, file_routes
 from zinfer.serve.batches import Batches
+from zinfer.serve.embedding_routes import embedding_routes
 from zinfer.serve.errors import handle_errors
 from zinfer.serve.file_store import FileStore
 from zinfer.serve.guard import Guard
@@ -60,6 +61,7 @@ def make_app(
     app.include_router(mii_routes(service))
     app.include_router(page_routes())
     app.include_router(score_routes(service))
+    app.include_router(embedding_routes(service))
     if folder is not None:
         files = FileStore(folder / "files")
         batches = Batches(folder / "batches", service, files)

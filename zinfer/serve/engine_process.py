@@ -3,14 +3,16 @@
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol, Self
 
 from zinfer.batching.async_llm import AsyncLLM
 from zinfer.batching.llm import LLM
 from zinfer.errors import CheckpointError, ConfigError, PlanError
+from zinfer.jobs.request import Pooling
 from zinfer.planning.latency import LOADS, NEW_TOKENS, PROMPT_LEN, describe_latency
 from zinfer.ranks.environment import own_rank
 from zinfer.requests.completion import CompletionDelta
+from zinfer.serve.embedding_engine import EmbeddingEngine
 from zinfer.serve.engine_report import EngineReport
 from zinfer.serve.messages import (
     Cancel,
@@ -41,23 +43,36 @@ def compute(socket_path: str, model: str, config: Any, stated: Mapping[str, Any]
         with LLM(model, config, **stated):
             pass
         return
-    asyncio.run(run_engine(socket_path, lambda: AsyncLLM(model, config, **stated)))
+    asyncio.run(run_engine(socket_path, lambda: CompletionEngine(AsyncLLM(model, config, **stated))))
 
 
-async def run_engine(socket_path: str, load: Callable[[], AsyncLLM]) -> None:
+def embed(socket_path: str, model: str, config: Any, stated: Mapping[str, Any], pooling: Pooling) -> None:
+    """Load a model, and embed until the server ends; raises as `EmbeddingEngine`."""
+    asyncio.run(run_engine(socket_path, lambda: EmbeddingEngine(model, config, stated, pooling)))
+
+
+class Engine(Protocol):
+    """A loaded model that serves one connection."""
+
+    async def __aenter__(self) -> Any: ...
+    async def __aexit__(self, *_: Any) -> Any: ...
+    async def serve(self, connection: Connection, messages: "asyncio.Queue[ToEngine | None]") -> None:
+        """Do what messages ask for until one asks for the end, or None: the other end has gone."""
+
+
+async def run_engine(socket_path: str, load: Callable[[], Engine]) -> None:
     """Load a model, and serve it over a Unix socket until the other end closes the connection or asks for the end.
 
     Args:
-        load: makes the `AsyncLLM`. An error that it raises is told to the server, and raised.
+        load: makes the engine, on another thread. An error that it raises is told to the server, and raised.
     """
     reader, writer = await asyncio.open_unix_connection(socket_path)
     connection = Connection(reader, writer, ToEngine)
     messages: asyncio.Queue[ToEngine | None] = asyncio.Queue()
     receiving = asyncio.create_task(_receive(connection, messages))
     try:
-        llm = await _load(connection, load, receiving)
-        async with llm:
-            await _Engine(llm, connection).serve(messages)
+        async with await _load(connection, load, receiving) as engine:
+            await engine.serve(connection, messages)
     finally:
         receiving.cancel()
         await connection.close()
@@ -69,7 +84,7 @@ async def _receive(connection: Connection, messages: "asyncio.Queue[ToEngine | N
     messages.put_nowait(None)
 
 
-async def _load(connection: Connection, load: Callable[[], AsyncLLM], receiving: "asyncio.Task[None]") -> AsyncLLM:
+async def _load(connection: Connection, load: Callable[[], Engine], receiving: "asyncio.Task[None]") -> Engine:
     loading = asyncio.create_task(asyncio.to_thread(load))
     await asyncio.wait((loading, receiving), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():  # nobody waits for the model any more
@@ -82,13 +97,24 @@ async def _load(connection: Connection, load: Callable[[], AsyncLLM], receiving:
         raise
 
 
-class _Engine:
-    def __init__(self, llm: AsyncLLM, connection: Connection) -> None:
-        self._llm, self._connection = llm, connection
+class CompletionEngine:
+    """Completes prompts."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._deltas = Deltas([])
 
-    async def serve(self, messages: "asyncio.Queue[ToEngine | None]") -> None:
+    async def __aenter__(self) -> Self:
+        await self._llm.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._llm.__aexit__(*error)
+
+    async def serve(self, connection: Connection, messages: "asyncio.Queue[ToEngine | None]") -> None:
+        """As `Engine.serve`."""
+        self._connection = connection
         llm = self._llm.llm
         budget = llm.batching
         lengths = PROMPT_LEN, NEW_TOKENS

@@ -30,6 +30,13 @@ class Submit(msgspec.Struct, tag=True):
     precedence: Precedence = FIRST_COME
 
 
+class Embed(msgspec.Struct, tag=True):
+    """Embed a row of tokens."""
+
+    number: int
+    token_ids: list[int]
+
+
 class Cancel(msgspec.Struct, tag=True):
     """End a request; nothing more is heard of it."""
 
@@ -41,7 +48,7 @@ class Close(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The model is loaded.
+    """The model is loaded. `embeds`: it takes `Embed`, else `Submit`.
 
     `limits` bound requests; `most_tokens` is what the KV cache holds of one sequence; `latency` is a line on the
     times of answers to be expected.
@@ -51,12 +58,19 @@ class Ready(msgspec.Struct, tag=True):
     limits: LengthLimits
     most_tokens: int
     latency: str = ""
+    embeds: bool = False
 
 
 class Deltas(msgspec.Struct, tag=True):
     """What requests got since the last message, in order."""
 
     deltas: list[tuple[int, CompletionDelta]]
+
+
+class Embedded(msgspec.Struct, tag=True):
+    """The vectors of rows, each as little-endian float32."""
+
+    vectors: list[tuple[int, bytes]]
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -121,8 +135,8 @@ class Unusable(msgspec.Struct, tag=True):
     is_usage: bool
 
 
-ToEngine = Submit | Cancel | Close
-FromEngine = Ready | Deltas | Refused | Load | Unusable
+ToEngine = Submit | Embed | Cancel | Close
+FromEngine = Ready | Deltas | Embedded | Refused | Load | Unusable
 
 
 class Connection:

@@ -66,6 +66,11 @@ class Prompts:
         return ready.most_tokens if positions is None else min(positions, ready.most_tokens)
 
     @property
+    def embeds(self) -> bool:
+        """Whether prompts are embedded, and not continued."""
+        return self._loaded.embeds
+
+    @property
     def length_limits(self) -> LengthLimits:
         """The same as limits."""
         return LengthLimits(total=Limit(self.most_tokens, "the context and the KV cache"))

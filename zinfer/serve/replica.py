@@ -20,6 +20,8 @@ from zinfer.serve.messages import (
     Close,
     Connection,
     Deltas,
+    Embed,
+    Embedded,
     FromEngine,
     Load,
     Ready,
@@ -58,7 +60,7 @@ class Replica:
         self._command = command
         self._path = folder / f"replica-{index}.sock"
         self._numbers = itertools.count()
-        self._queues: dict[int, asyncio.Queue[CompletionDelta | Exception]] = {}
+        self._queues: dict[int, asyncio.Queue[CompletionDelta | bytes | Exception]] = {}
         self._connection: Connection | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._running: asyncio.Task[None] | None = None
@@ -100,6 +102,7 @@ class Replica:
                 if isinstance(event, Exception):
                     num_left = 0
                     raise event
+                assert not isinstance(event, bytes)
                 num_left -= event.completion is not None
                 yield event
         finally:
@@ -107,6 +110,27 @@ class Replica:
             del self._queues[number]
             if num_left:
                 connection.send(Cancel(number))
+
+    async def embed(self, token_ids: list[int]) -> bytes:
+        """Return the vector of a row of tokens, as `Embedded`. Raises ReplicaGone and RequestFailed as `complete`."""
+        if self._connection is None or self.ready is None:
+            raise ReplicaGone("the model is loading; try again in a while")
+        connection, number = self._connection, next(self._numbers)
+        queue = self._queues[number] = asyncio.Queue()
+        self._count(len(token_ids), 1, False)
+        connection.send(Embed(number, token_ids))
+        event = None
+        try:
+            event = await queue.get()
+        finally:
+            self._count(-len(token_ids), -1, False)
+            del self._queues[number]
+            if event is None:
+                connection.send(Cancel(number))
+        if isinstance(event, Exception):
+            raise event
+        assert isinstance(event, bytes)
+        return event
 
     @property
     def num_waiting(self) -> int:
@@ -190,6 +214,9 @@ class Replica:
                 case Deltas(deltas):
                     for number, delta in deltas:
                         self._put(number, delta)
+                case Embedded(vectors):
+                    for number, vector in vectors:
+                        self._put(number, vector)
                 case Refused(number, text, is_invalid):
                     self._put(number, ConfigError(text) if is_invalid else RequestFailed(text))
                 case Load():
@@ -203,7 +230,7 @@ class Replica:
         await connection.close()
         return told
 
-    def _put(self, number: int, event: CompletionDelta | Exception) -> None:
+    def _put(self, number: int, event: CompletionDelta | bytes | Exception) -> None:
         if (queue := self._queues.get(number)) is not None:  # else it was cancelled
             queue.put_nowait(event)
 

@@ -97,6 +97,13 @@ class Service:
             )
         return name
 
+    def check_task(self, *, embeds: bool) -> None:
+        """Raise ApiError if the server does the other task: it embeds, or it completes."""
+        if self.prompts.embeds and not embeds:
+            raise ApiError(400, "this server embeds; start `zinfer serve` without --task embed for completions")
+        if embeds and not self.prompts.embeds:
+            raise ApiError(400, "this server completes; start `zinfer serve --task embed` for embeddings")
+
     @asynccontextmanager
     async def admitted(self, several: Sequence[Encoded]) -> AsyncGenerator[None, None]:
         """Count sequences as under way.
@@ -130,6 +137,7 @@ class Service:
             ReplicaGone, RequestFailed: as `Replica.complete`.
             ConfigError: the engine refuses the prompt.
         """
+        self.check_task(embeds=False)
         with self.metrics.request(encoded) as measured:
             has_begun = False
             while True:
@@ -148,6 +156,22 @@ class Service:
                     return
                 except ReplicaGone:  # another one takes a request that has got nothing yet
                     if has_begun or all(each.ready is None for each in self.replicas):
+                        raise
+
+    async def embed(self, encoded: Encoded) -> bytes:
+        """Return a row's vector, as `Replica.embed`.
+
+        Raises:
+            ReplicaGone, RequestFailed: as `Replica.embed`.
+        """
+        with self.metrics.request(encoded) as measured:
+            while True:
+                replica = choose(self.replicas)
+                measured.begin(replica.index)
+                try:
+                    return await replica.embed(encoded.prompt_ids)
+                except ReplicaGone:
+                    if all(each.ready is None for each in self.replicas):
                         raise
 
     async def completions(self, encoded: Encoded) -> list[Completion]:
