@@ -15,6 +15,7 @@ from zinfer.requests.completion import CompletionDelta
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.scheduling.precedence import FIRST_COME, Precedence
 from zinfer.serve.errors import ReplicaGone, RequestFailed
+from zinfer.serve.known_prefixes import KnownPrefixes
 from zinfer.serve.messages import (
     Cancel,
     Close,
@@ -48,6 +49,7 @@ class Replica:
         load: the process's last counters.
         num_restarts: how often the process was started again.
         outstanding: prompt tokens and most new tokens of the requests under way.
+        prefixes: of texts that it has computed, without those in the background.
         num_under_way: sequences of requests under way; ``num_background`` of them give way to others.
     """
 
@@ -57,6 +59,7 @@ class Replica:
         self.load: Load | None = None
         self.num_restarts = 0
         self.outstanding = self.num_under_way = self.num_background = 0
+        self.prefixes = KnownPrefixes(0)
         self._command = command
         self._path = folder / f"replica-{index}.sock"
         self._numbers = itertools.count()
@@ -95,6 +98,8 @@ class Replica:
         queue = self._queues[number] = asyncio.Queue()
         self._count(tokens, params.n, precedence.is_background)
         connection.send(Submit(number, prompt_ids, params, precedence))
+        if not precedence.is_background:
+            self.prefixes.add(prompt_ids)
         num_left = params.n
         try:
             while num_left:
@@ -104,6 +109,8 @@ class Replica:
                     raise event
                 assert not isinstance(event, bytes)
                 num_left -= event.completion is not None
+                if event.completion is not None and not precedence.is_background:
+                    self.prefixes.add([*prompt_ids, *event.completion.token_ids])
                 yield event
         finally:
             self._count(-tokens, -params.n, precedence.is_background)
@@ -223,6 +230,7 @@ class Replica:
                     self.load = message
                 case Ready():
                     self.ready, self._was_ready = message, True
+                    self.prefixes = KnownPrefixes(message.most_tokens)
                     if not first.done():
                         first.set_result(None)
                 case Unusable(text, is_usage):
@@ -247,12 +255,26 @@ def _how_ended(exit_code: int | None) -> str:
     return f"ended with exit code {exit_code}"
 
 
-def choose(replicas: Sequence[Replica]) -> Replica:
-    """Return the ready replica with the fewest outstanding tokens. Raises ReplicaGone if none is ready."""
+def choose(replicas: Sequence[Replica], prompt_ids: Sequence[int] = (), num_new: int = 0) -> Replica:
+    """Return the replica for a request: the ready one that knows most of its prompt, unless that is clearly busier.
+
+    Among replicas that know as much, it is the one with the fewest outstanding tokens. One is clearly busier if it has
+    half as many more than the one with the fewest, and the tokens of two such requests.
+
+    Args:
+        num_new: the request's most new tokens.
+
+    Raises:
+        ReplicaGone: none is ready.
+    """
     ready = [each for each in replicas if each.ready is not None]
     if not ready:
         raise ReplicaGone("the model is loading; try again in a while")
-    return min(ready, key=lambda each: each.outstanding)
+    most = 1.5 * min(each.outstanding for each in ready) + 2 * (len(prompt_ids) + num_new)
+    return min(
+        (each for each in ready if each.outstanding <= most),
+        key=lambda each: (-each.prefixes.num_shared(prompt_ids), each.outstanding),
+    )
 
 
 def describe(replicas: Sequence[Replica]) -> list[dict[str, Any]]:

@@ -141,7 +141,7 @@ class Service:
         with self.metrics.request(encoded) as measured:
             has_begun = False
             while True:
-                replica = choose(self.replicas)
+                replica = choose(self.replicas, encoded.prompt_ids, encoded.params.most_new_tokens)
                 measured.begin(replica.index)
                 try:
                     async with aclosing(
