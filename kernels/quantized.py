@@ -11,7 +11,8 @@ zeros:  [rows, groups] uint8, asymmetric formats only. In 4-bit formats without 
 column_scales: [columns] in the dtype of scales, only in formats that scale columns: each value is multiplied by its
         column's scale; a product applies them to its input (Lin et al. 2023, "AWQ").
 column_order: [columns] int32, only in formats that order columns: the matrix's column in each stored position, so that
-        scattered groups of columns (GPTQ's desc_act) are contiguous; scales of columns are in the stored order.
+        scattered groups of columns (GPTQ's desc_act) are contiguous; scales of columns are in the stored order. Of a
+        part with some of the groups: the columns of the whole matrix.
 
 Formats in fragment order have codes and scales of the same shapes in another order, that of tensor core operands (after
 Marlin, Frantar et al. 2024, arXiv 2408.11743), the same on disk, in slabs and on every device. The order applies to
@@ -54,6 +55,8 @@ class QuantFormat:
             with ``group_size`` None a scale per tensor.
         scales_columns: each column has its own scale, beside those of the groups.
         orders_columns: columns are stored in another order.
+        picks_columns: the matrix is a part with some groups of a wider one, in the stored order, whose ``column_order``
+            names the columns of the wider one. Its input has the picked columns alone.
         in_fragments: codes and scales are in fragment order; `arranged` decides for which matrices.
 
     Raises:
@@ -67,6 +70,7 @@ class QuantFormat:
     group_rows: int | None = 1
     scales_columns: bool = False
     orders_columns: bool = False
+    picks_columns: bool = False
     in_fragments: bool = False
 
     def __post_init__(self) -> None:
@@ -78,6 +82,8 @@ class QuantFormat:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
+        if self.picks_columns and not self.orders_columns:
+            raise ValueError("columns are picked in the order that they are stored in")
         if self.in_fragments and not self._may_lie_in_fragments:
             raise ValueError(f"fragments hold 4 bits, symmetric, in groups of {FRAGMENT_GROUPS}, not {self}")
 

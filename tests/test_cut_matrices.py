@@ -1,5 +1,6 @@
 """A rank's part of a matrix of codes stands for the values that the whole one has there, in every layout."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,65 @@ def test_a_part_of_a_store_has_the_values_of_the_whole(tmp_path: Path, name: str
     for cut in cuts:
         own = cut_matrix(whole, cut, (rows, columns), transposed=False)
         assert torch.equal(values(own, tensors), cut.of(expected)), cut
+
+
+ORDERED: dict[str, Case] = {
+    "gptq": (
+        scheme_of("gptq", bits=4, group_size=GROUP, desc_act=True),
+        gptq_parts(GROUPED.scattered(8), 4, less_one=True),
+    ),
+    "gptq of 8 bits with zeros": (
+        scheme_of("gptq", bits=8, group_size=GROUP, sym=False, desc_act=True),
+        gptq_parts(WIDE.scattered(9), 8, less_one=True),
+    ),
+    "packed": (
+        packed_scheme(4, strategy="group", group_size=GROUP, actorder="group"),
+        packed_parts(GROUPED, 4, symmetric=True) | {"weight_g_idx": GROUPED.scattered(7).group_index.clone()},
+    ),
+}
+
+
+def filled(matrix: StoredMatrix, tensors: dict[str, torch.Tensor]) -> QuantizedMatrix:
+    """A matrix with columns in the order of groups, and the order."""
+    parts = {}
+    for part, entry in matrix.parts:
+        held = tensors[entry.name]
+        parts[part] = entry.cut.of(held.view(entry.whole.shape)) if isinstance(entry, CutTensor) else held
+    target = QuantizedMatrix.empty(matrix.format, matrix.rows, matrix.columns, torch.float32, "cpu")
+    matrix.convert_into(target, parts)
+    return target
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_groups_in_activation_order_pick_their_columns(tmp_path: Path, name: str) -> None:
+    """Of another tool's checkpoint, whose parts are read whole, and of a store made of it, which is cut."""
+    scheme, parts = ORDERED[name]
+    tensors = {f"{MODULE}.{part}": value.contiguous() for part, value in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    entries = Checkpoint.listed([tmp_path / "model.safetensors"], "files").tensors
+    whole = StoredMatrix.of(PARAMETER, scheme, {part: entries[f"{MODULE}.{part}"] for part in parts})
+    expected, in_store = values(whole, tensors), filled(whole, tensors)
+    of_store = {f"{PARAMETER}.{part}": getattr(in_store, part) for part in whole.format.part_shapes(ROWS, COLUMNS)}
+    save_file(of_store, tmp_path / "store.safetensors")
+    places = Checkpoint.listed([tmp_path / "store.safetensors"], "files").tensors
+    stored = {PARAMETER: StoredParameter(format=whole.format, columns=COLUMNS)}
+    native = StoreScheme(tmp_path, Manifest.model_construct(parameters=stored))
+    names = whole.format.part_shapes(ROWS, COLUMNS)
+    kept = StoredMatrix.of(PARAMETER, native, {part: places[f"{PARAMETER}.{part}"] for part in names})
+    for matrix, held in ((whole, tensors), (kept, of_store)):
+        seen = []
+        for ends in ((0, 32), (32, 96)):
+            own = filled(cut_matrix(matrix, Cut(1, (ends,)), (ROWS, COLUMNS), transposed=False), held)
+            assert own.format.picks_columns
+            assert own.column_order is not None
+            picked = own.column_order.tolist()
+            assert picked != [*range(*ends)], "groups are scattered"
+            found = dequantize_ref(replace(own, column_order=None), torch.float32)
+            assert torch.equal(found, expected[:, picked]), ends
+            seen += picked
+        assert sorted(seen) == [*range(COLUMNS)]
+        rows = cut_matrix(matrix, Cut(0, ((8, 24),)), (ROWS, COLUMNS), transposed=False)
+        assert torch.equal(values(rows, held), expected[8:24])
 
 
 def test_groups_that_are_not_where_they_should_be_are_seen_in_a_part(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from checkpoints import random_prompts, tiny_checkpoint, tiny_mixtral
 from engines import loaded
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 from ranks_support import run_ranks
+from test_foreign_engine import write_quantized
 
 from zinfer.errors import RankError
 from zinfer.jobs.job import run_job
@@ -27,7 +28,7 @@ SHARES = (0, 1)
 Computed = tuple[torch.Tensor, torch.Tensor, RunStats]
 INT4 = {"bits": 4, "group_size": 16}
 DIVISIONS: dict[str, list[tuple[str, str, dict[str, Any] | None]]] = {
-    "tensor": [("gpt2", "nvme", None), ("mixtral", "cpu", INT4)],
+    "tensor": [("gpt2", "nvme", None), ("mixtral", "cpu", INT4), ("ordered", "cpu", None)],
     "expert": [("mixtral", "nvme", None)],
     "pipeline": [("llama", "cpu", None)],
 }
@@ -38,10 +39,12 @@ DIVISIONS: dict[str, list[tuple[str, str, dict[str, Any] | None]]] = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("products")
     tiny_mixtral().save_pretrained(folder / "mixtral")
+    write_quantized(folder / "ordered", "gptq in activation order", None, 16)
     return {
         "llama": tiny_checkpoint("llama", folder / "llama", num_layers=NUM_LAYERS, tie=False),
         "gpt2": tiny_checkpoint("gpt2", folder / "gpt2", num_layers=NUM_LAYERS),
         "mixtral": folder / "mixtral",
+        "ordered": folder / "ordered",
     }
 
 

@@ -121,6 +121,49 @@ def test_four_ranks_divide_codes_for_the_disk(stores: list[Path], foreign: list[
     assert len(list(tmp_path.iterdir())) == 4 * len(folders)
 
 
+def ordered_jobs(folder: Path, store: Path, size: int) -> list[Job]:
+    """In host memory, and kept for the disk."""
+    inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    wanted = [config(size, "cpu"), config(size, "nvme", None, store)]
+    return [(folder, each, inputs) for each in wanted]
+
+
+def in_activation_order(
+    rank: int, folders: list[Path], store: Path, parts: Path
+) -> tuple[list[Found], list[Found], Any]:
+    """Outputs of each, those of parts that were kept, and texts of continuous batches."""
+    jobs = [job for folder in folders for job in ordered_jobs(folder, store, 2)]
+    zinfer.init_inference(folders[0], {**config(2), "save_mp_checkpoint_path": str(parts)}).destroy()
+    return computed(rank, jobs), computed(rank, [(parts, *jobs[0][1:])]), texts(rank, folders[0], config(2))
+
+
+def test_groups_of_columns_in_activation_order(tmp_path: Path) -> None:
+    """Of three groups one rank has two; six heads, of which either has three, are 96 columns."""
+    shape = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 6}
+    torch.manual_seed(0)
+    uneven = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=131)).eval()
+    write_quantized(tmp_path / "llama", "gptq in activation order", None, 16)
+    write_quantized(tmp_path / "uneven", "gptq in activation order", uneven)
+    folders = [tmp_path / "llama", tmp_path / "uneven"]
+    alone = computed(0, [job for folder in folders for job in ordered_jobs(folder, tmp_path / "one", 1)])
+    several = run_ranks(2, in_activation_order, folders, tmp_path / "nvme", tmp_path / "parts")
+    check_alike([found for found, _, _ in several], alone, ["llama", "llama, nvme", "uneven", "uneven, nvme"])
+    check_alike([kept for _, kept, _ in several], alone[:1], ["parts"])
+    tokens, whole_bytes = texts(0, folders[0], config(1))
+    for found, kept, (own_tokens, own_bytes) in several:
+        assert own_tokens == tokens
+        assert own_bytes < 0.6 * whole_bytes
+        for place in (0, 1):
+            assert found[place][2].streamed_bytes_per_pass < 0.6 * alone[place][2].streamed_bytes_per_pass
+        assert kept[0][2].loaded_bytes < 0.6 * alone[0][2].loaded_bytes, "a part that was kept is read alone"
+    # A store of the whole model, which the first start on one rank has written, is cut in the order of groups.
+    (store,) = (folder for folder in (tmp_path / "one").iterdir() if folder.name.startswith("llama"))
+    inputs = ordered_jobs(store, tmp_path / "of-store", 2)[0][2]
+    again = run_ranks(2, computed, [(store, config(2, "cpu"), inputs)])
+    check_alike(again, alone[:1], ["store"])
+    assert all(found[0][2].loaded_bytes < 0.6 * alone[0][2].loaded_bytes for found in again)
+
+
 @pytest.mark.slow
 def test_every_family_in_groups_of_eight(tmp_path: Path) -> None:
     """Fused, interleaved and transposed products, and experts; T5 is itself 1.2e-4 from float64, mT5 and BART 1e-5."""

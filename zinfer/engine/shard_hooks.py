@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.engine.own_pairs import OwnPairs
+from zinfer.engine.picked_input import PickedInput
 from zinfer.model.module_patches import ModulePatches
 from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.heads import Heads
@@ -52,6 +53,9 @@ class ShardHooks:
         layers, find = sharding.layers, model.get_submodule
         for path in layers.splits:
             self._handles.append(find(path).register_forward_pre_hook(self._split))
+        for path, is_divided in layers.picks.items():
+            pick = PickedInput(self._others, is_divided=is_divided)
+            self._handles.append(find(path).register_forward_pre_hook(pick))
         for path, experts in layers.experts.items():
             own = OwnPairs(experts)
             self._handles.append(find(path).register_forward_pre_hook(own.keep))

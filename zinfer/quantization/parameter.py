@@ -27,11 +27,13 @@ class QuantizedParameter(nn.Parameter):
         matrix: [rows, columns], as stored.
         transposed: the parameter is the matrix's transpose, [columns, rows] (transformers' Conv1D).
         quantizes_input: products quantize their input to INT8 too, as in ZeroQuant.
+        picked: the columns of a wider input that are this matrix's, [columns]; None: all, as they are.
     """
 
     matrix: QuantizedMatrix
     transposed: bool
     quantizes_input: bool
+    picked: torch.Tensor | None
 
     @staticmethod
     def make(
@@ -43,6 +45,7 @@ class QuantizedParameter(nn.Parameter):
         )
         assert isinstance(made, QuantizedParameter)
         made.matrix, made.transposed, made.quantizes_input = matrix, transposed, quantizes_input
+        made.picked = None
         return made
 
     def multiplied(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

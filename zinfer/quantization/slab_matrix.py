@@ -61,9 +61,14 @@ class SlabMatrix(SlabTensor):
         return QuantizedMatrix(self.format, self.columns, **views)
 
     def parameter(self, slab: torch.Tensor) -> QuantizedParameter:
-        return QuantizedParameter.make(
-            self.matrix(slab), self.shape, transposed=self.transposed, quantizes_input=self.quantizes_input
+        matrix, picked = self.matrix(slab), None
+        if self.format.picks_columns:
+            matrix, picked = replace(matrix, column_order=None), matrix.column_order
+        made = QuantizedParameter.make(
+            matrix, self.shape, transposed=self.transposed, quantizes_input=self.quantizes_input
         )
+        made.picked = picked
+        return made
 
     def parts(self) -> list[SlabTensor]:
         """Return the tensors that the matrix consists of."""

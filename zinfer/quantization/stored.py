@@ -52,10 +52,11 @@ class StoredPart(Protocol):
 
 @dataclass(frozen=True)
 class Units:
-    """Rows, and columns, of a matrix that are cut together; None: they cannot be cut, in activation order."""
+    """Rows, and columns, of a matrix that are cut together. ``is_ordered``: columns in the order of their groups."""
 
     rows: int
-    columns: int | None
+    columns: int
+    is_ordered: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ class StoredMatrix:
             grid = self.scheme.grid(self.format, self.rows, part, entry.shape)
             rows += [grid.rows.step] if grid.rows else []
             columns += [grid.columns.step] if grid.columns else []
-        return Units(lcm(*rows), None if self.format.orders_columns else lcm(*columns))
+        return Units(lcm(*rows), lcm(*columns), self.format.orders_columns)
 
     @property
     def file(self) -> Path:
@@ -160,7 +161,7 @@ class JoinedMatrix(StoredMatrix):
     @property
     def units(self) -> Units:
         several = [matrix.units for matrix in self.matrices]
-        return Units(lcm(*(each.rows for each in several)), lcm(*(each.columns or 1 for each in several)))
+        return Units(lcm(*(each.rows for each in several)), lcm(*(each.columns for each in several)))
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         begin = 0

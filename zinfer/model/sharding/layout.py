@@ -38,6 +38,8 @@ class LayerCuts:
         sums: modules whose outputs are summed over ranks.
         gathers: modules whose outputs are joined along the last dimension.
         splits: modules that take their part of the last dimension of an input that all ranks have whole.
+        picks: modules whose weight has groups of columns in activation order, which may be anywhere in the input: with
+            whether each rank has its part of the input alone.
         heads: of attention modules.
         experts: modules of experts of which a rank computes some, with the range of their numbers.
         changes: attributes of modules, with the values for this rank.
@@ -48,6 +50,7 @@ class LayerCuts:
     sums: list[str] = field(default_factory=list)
     gathers: list[str] = field(default_factory=list)
     splits: list[str] = field(default_factory=list)
+    picks: dict[str, bool] = field(default_factory=dict)
     heads: dict[str, Heads] = field(default_factory=dict)
     experts: dict[str, tuple[int, int]] = field(default_factory=dict)
     changes: list[tuple[Any, str, object]] = field(default_factory=list)
@@ -128,8 +131,32 @@ class LayerDivider:
             found.first_only.append(name)
             return
         dim = _dim_of(style, module, leaf, parameter)
+        if (unit := self._unit_of_groups(name, style, dim, module, parameter)) is not None:
+            self._pick_groups(name, style, dim, parameter.shape[dim], unit, found)
+            return
         own = next((each for root, each in heads.items() if path.startswith(f"{root}.")), None)
         found.cuts[name] = self._cut_of(style, name, owner, dim, parameter.shape[dim], own)
+
+    def _unit_of_groups(
+        self, name: str, style: str, dim: int, module: nn.Module, parameter: torch.Tensor
+    ) -> int | None:
+        """Return the size of groups of columns in activation order that are cut; None for other parameters."""
+        units = self._grain.units.get(name)
+        if units is None or not units.is_ordered or style not in _ADDS:
+            return None
+        is_across = matrix_dim(dim, parameter.dim(), transposed=isinstance(module, Conv1D))
+        return units.columns if is_across else None
+
+    def _pick_groups(self, name: str, style: str, dim: int, length: int, unit: int, found: LayerCuts) -> None:
+        if length // unit < self._shard.size:
+            raise ConfigError(
+                f"{self._shard.key} = {self._shard.size} is more than the {length // unit} groups of columns of {name}"
+            )
+        path = name.rpartition(".")[0]
+        found.cuts[name] = Cut(dim, (self._shard.bounds(length, unit),))
+        found.picks[path] = style == plans.ROWWISE
+        if path in found.splits:
+            found.splits.remove(path)
 
     def _divide_experts(self, name: str, module: nn.Module, found: LayerCuts) -> None:
         """Give the rank a range of a module's experts; it finds out that tokens may choose others."""
@@ -201,14 +228,9 @@ class LayerDivider:
                     continue
                 dim = _dim_of(style, module, leaf, parameter)
                 across = matrix_dim(dim, parameter.dim(), transposed=isinstance(module, Conv1D))
-                unit = units.columns if across else units.rows
-                if unit is None:
-                    raise ConfigError(
-                        f"{self._shard.key}: the checkpoint holds the columns of {name}.{whole} in activation "
-                        "order (desc_act, actorder), and a range of them needs the scales of all groups; leave the "
-                        "key out: the ranks then share the weights, or take a checkpoint without activation order"
-                    )
-                yield whole, style, unit, parameter.shape[dim]
+                if across and units.is_ordered:  # cut by groups, whatever the heads and widths of its input
+                    continue
+                yield whole, style, units.columns if across else units.rows, parameter.shape[dim]
 
     def _even(self, name: str, dim: int, length: int) -> Cut:
         if length % self._shard.size:

@@ -1,4 +1,8 @@
-"""A rank's part of a matrix that the checkpoint holds quantized: ranges of its codes, scales and zeros."""
+"""A rank's part of a matrix that the checkpoint holds quantized: ranges of its codes, scales and zeros.
+
+Where columns are in activation order (desc_act, actorder), those that share a scale are scattered. A range of groups is
+cut there: the part has the same format, and needs the columns of its groups, wherever they are in the input.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +15,7 @@ from zinfer.errors import ConfigError
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.model.sharding.cut import Cut
 from zinfer.model.sharding.weights import CutTensor
+from zinfer.quantization.foreign.filling import fill_groups
 from zinfer.quantization.stored import JoinedMatrix, StoredMatrix, StoredPart
 
 
@@ -64,7 +69,7 @@ class CutMatrix(StoredMatrix):
 
     Attributes:
         whole: the matrix.
-        cut: of its rows (0) or its columns (1).
+        cut: of its rows (0) or its columns (1), these in the order of their groups.
     """
 
     whole: StoredMatrix
@@ -74,11 +79,22 @@ class CutMatrix(StoredMatrix):
     def make(cls, whole: StoredMatrix, cut: Cut) -> "CutMatrix":
         """Cut a matrix. Raises ConfigError as `cut_matrix`."""
         _check_ends(whole, cut)
-        parts = tuple((part, _cut_part(whole, part, entry, cut)) for part, entry in whole.parts)
+        picks = bool(cut.dim) and whole.format.orders_columns
+        format = replace(whole.format, picks_columns=picks or whole.format.picks_columns)
+        parts = whole.parts
+        if whole.scheme.is_native or not picks:  # other tools store columns in their first order
+            parts = tuple((part, _cut_part(whole, part, entry, cut)) for part, entry in whole.parts)
         rows, columns = cut.shape(whole.shape)
-        return cls(whole.name, whole.scheme, parts, whole.format, rows, columns, whole, cut)
+        return cls(whole.name, whole.scheme, parts, format, rows, columns, whole, cut)
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+        if self.format.picks_columns and not self.scheme.is_native:
+            device = next(iter(parts.values())).device
+            whole = QuantizedMatrix.empty(self.whole.format, self.whole.rows, self.whole.columns, target.dtype, device)
+            self.whole.convert_into(whole, parts)
+            ((begin, end),) = self.cut.ranges
+            fill_groups(target, whole, begin, end)
+            return
         ranges = self.cut.ranges if self.cut.dim else ((0, self.columns),)
         own = torch.cat([torch.arange(begin, end) for begin, end in ranges])
         super().convert_into(target, self.scheme.of_cut(parts, self.whole.rows, self.whole.columns, own))
@@ -96,15 +112,12 @@ def _cut_part(whole: StoredMatrix, part: str, entry: StoredPart, cut: Cut) -> St
 
 def _check_ends(whole: StoredMatrix, cut: Cut) -> None:
     length, units = whole.shape[cut.dim], whole.units
-    unit = (units.columns or length) if cut.dim else units.rows
+    unit = units.columns if cut.dim else units.rows
     ends = [end for ends in cut.ranges for end in ends if end % unit and end != length]
     if not ends:
         return
-    what = ("rows", "columns")[cut.dim]
-    why = "are in activation order (desc_act, actorder), so that a range of them needs scales of all groups"
-    if units.columns or not cut.dim:
-        why = f"share words or scales in {unit}s, and a rank's would end at {ends[0]}"
     raise ConfigError(
-        f"tensor_parallel.tp_size: {whole.file} holds {whole.name} quantized; its {length} {what} {why}; choose a size "
-        "that cuts it elsewhere, or leave the key out: the ranks then share the weights"
+        f"tensor_parallel.tp_size: {whole.file} holds {whole.name} quantized; its {length} "
+        f"{('rows', 'columns')[cut.dim]} share words or scales in {unit}s, and a rank's would end at {ends[0]}; choose "
+        "a size that cuts it elsewhere, or leave the key out: the ranks then share the weights"
     )

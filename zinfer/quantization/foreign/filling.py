@@ -37,6 +37,24 @@ def fill_codes(target: QuantizedMatrix, codes: torch.Tensor) -> None:
     target.codes.copy_(codes)
 
 
+def fill_groups(target: QuantizedMatrix, whole: QuantizedMatrix, begin: int, end: int) -> None:
+    """Fill a matrix that picks columns from a whole one: from column ``begin`` to ``end`` in the order of groups."""
+    assert whole.column_order is not None
+    assert target.column_order is not None
+    assert not whole.format.in_fragments
+    size = whole.format.group_size or whole.columns
+    groups = slice(begin // size, end // size)
+    if whole.format.bits == 8:
+        target.codes.copy_(whole.codes[:, begin:end])
+    else:
+        codes = unpack_int4(whole.codes[:, begin // 2 : end // 2])
+        target.codes.copy_(pack_int4(codes, in_fragments=target.format.in_fragments))
+    put_scales(target, whole.scales[:, groups])
+    if target.zeros is not None and whole.zeros is not None:
+        target.zeros.copy_(whole.zeros[:, groups])
+    target.column_order.copy_(whole.column_order[begin:end])
+
+
 def fill_scales(target: QuantizedMatrix, scales: torch.Tensor, part: str) -> None:
     """Fill the scales from [rows or 1, groups], rounded to the target's dtype.
 
@@ -114,6 +132,9 @@ def bytes_of(words: torch.Tensor) -> torch.Tensor:
 def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Return the first ``count`` codes of each row, [rows, count] uint8, from words [rows, words] int32. Bits: 4, 8."""
     octets = bytes_of(words)
-    if bits == 8:
-        return octets[:, :count]
-    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)[:, :count]
+    return octets[:, :count] if bits == 8 else unpack_int4(octets)[:, :count]
+
+
+def unpack_int4(octets: torch.Tensor) -> torch.Tensor:
+    """Return the codes in the halves of bytes [rows, bytes], the low one first: [rows, 2 * bytes] uint8."""
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
