@@ -53,6 +53,17 @@ class Handle:
             with suppress(RuntimeError):  # the event loop was closed: no task waits
                 self._wake()
 
+    def watch(self, wake: Callable[[], object]) -> None:
+        """Have ``wake`` called by the serving loop's thread after each event; it must not block."""
+        self._wake = wake
+
+    def arrived(self) -> Generator[Completion | CompletionDelta, None, None]:
+        """Yield what iterating would and has arrived, without waiting for more."""
+        refused, self._refused = self._refused, ()
+        yield from refused
+        while self._num_left and not self._events.empty():
+            yield self._read(self._events.get())
+
     def __iter__(self) -> Generator[Completion | CompletionDelta, None, None]:
         yield from self._refused
         while self._num_left:
@@ -63,7 +74,7 @@ class Handle:
             yield completion
         arrived = asyncio.Event()
         loop = asyncio.get_running_loop()
-        self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
+        self.watch(lambda: loop.call_soon_threadsafe(arrived.set))
         while self._num_left:
             arrived.clear()
             if self._events.empty():

@@ -78,6 +78,24 @@ class CompletionDelta:
         """Return the only delta of a completion that failed before it began."""
         return cls(completion.prompt_index, completion.sample_index, "", (), None, completion)
 
+    @classmethod
+    def of(cls, result: "Completion | CompletionDelta") -> "CompletionDelta":
+        """Return a delta as it is, and a completion as the only delta of one that nobody reads token by token."""
+        return result if isinstance(result, CompletionDelta) else cls.refused(result)
+
+    def joined(self, later: "CompletionDelta") -> "CompletionDelta":
+        """Return this and the next delta of the same completion as one."""
+        logprobs = self.logprobs if later.logprobs is None else (*(self.logprobs or ()), *later.logprobs)
+        return CompletionDelta(
+            self.prompt_index,
+            self.sample_index,
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            logprobs,
+            later.completion,
+            later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs,
+        )
+
 
 def text_seed(stated: int | None, token_ids: Sequence[int], repeat: int, sample: int) -> int:
     """Return a sequence's seed: the stated one, or a hash that includes the prompt, its repetition and the sample."""

@@ -89,7 +89,7 @@ class Call:
         """Yield the choices of chunks, each with the number of its new tokens; None: their text is held back."""
         first_index, begins, waiting = 0, defaultdict[int, int](int), dict[int, Echo]()
         tools = None if self.open_parser is None else ToolChunks(self.open_parser)
-        streams: list[AsyncIterator[tuple[int, Encoded, CompletionDelta]]] = []
+        streams: list[AsyncGenerator[tuple[int, Encoded, CompletionDelta], None]] = []
         for encoded, echo in zip(self.several, self.echoes, strict=True):
             for index in range(first_index, first_index + encoded.params.n):
                 if self.is_chat:
@@ -152,9 +152,14 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 async def _merged(
-    streams: Sequence[AsyncIterator[tuple[int, Encoded, CompletionDelta]]],
+    streams: Sequence[AsyncGenerator[tuple[int, Encoded, CompletionDelta], None]],
 ) -> AsyncGenerator[tuple[int, Encoded, CompletionDelta], None]:
     """Yield what several streams yield, as it comes; all end if one fails."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for each in stream:
+                yield each
+        return
     queue: asyncio.Queue[tuple[int, Encoded, CompletionDelta] | Exception | None] = asyncio.Queue()
 
     async def read(stream: AsyncIterator[tuple[int, Encoded, CompletionDelta]]) -> None:

@@ -11,15 +11,13 @@ from zinfer.errors import CheckpointError, ConfigError, PlanError
 from zinfer.jobs.request import Pooling
 from zinfer.planning.latency import LOADS, NEW_TOKENS, PROMPT_LEN, describe_latency
 from zinfer.ranks.environment import own_rank
-from zinfer.requests.completion import CompletionDelta
 from zinfer.serve.embedding_engine import EmbeddingEngine
 from zinfer.serve.engine_report import EngineReport
+from zinfer.serve.engine_requests import EngineRequests
 from zinfer.serve.messages import (
     Cancel,
     Connection,
-    Deltas,
     Ready,
-    Refused,
     Submit,
     ToEngine,
     Unusable,
@@ -102,8 +100,6 @@ class CompletionEngine:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._deltas = Deltas([])
 
     async def __aenter__(self) -> Self:
         await self._llm.__aenter__()
@@ -114,26 +110,21 @@ class CompletionEngine:
 
     async def serve(self, connection: Connection, messages: "asyncio.Queue[ToEngine | None]") -> None:
         """As `Engine.serve`."""
-        self._connection = connection
-        llm = self._llm.llm
+        llm, requests = self._llm.llm, EngineRequests(self._llm.llm, connection)
         budget = llm.batching
         lengths = PROMPT_LEN, NEW_TOKENS
         latency = describe_latency(llm.predict_latency(*lengths, LOADS), *lengths)
-        self._connection.send(Ready(llm.vocab_size, llm.limits, budget.num_pages * budget.page_size, latency))
-        reporting = asyncio.create_task(self._report())
+        connection.send(Ready(llm.vocab_size, llm.limits, budget.num_pages * budget.page_size, latency))
+        reporting = asyncio.create_task(self._report(connection))
         try:
             while isinstance(message := await self._next(messages, reporting), Submit | Cancel):
                 if isinstance(message, Submit):
-                    task = asyncio.create_task(self._complete(message))
-                    self._tasks[message.number] = task
-                elif (running := self._tasks.get(message.number)) is not None:
-                    running.cancel()
+                    requests.submit(message)
+                else:
+                    requests.cancel(message.number)
         finally:
             reporting.cancel()
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-            self._flush()
+            await requests.close()
 
     async def _next(
         self, messages: "asyncio.Queue[ToEngine | None]", reporting: "asyncio.Task[None]"
@@ -146,41 +137,9 @@ class CompletionEngine:
             reporting.result()
         return await receiving
 
-    async def _complete(self, submit: Submit) -> None:
-        number = submit.number
-        try:
-            prompt = {"prompt_token_ids": submit.prompt_ids}
-            options = submit.precedence._asdict()
-            if submit.precedence.is_background:
-                async for each in self._llm.stream([prompt], submit.params, **options):
-                    self._put(number, CompletionDelta(0, each.sample_index, "", (), None, each))
-            else:
-                async for delta in self._llm.generate(prompt, submit.params, **options):
-                    self._put(number, delta)
-        except ConfigError as error:
-            self._refuse(number, str(error), is_invalid=True)
-        except Exception as error:  # of a pass; the server tells the client, and `_report` whether the model goes on
-            self._refuse(number, f"{type(error).__name__}: {error}", is_invalid=False)
-        finally:
-            del self._tasks[number]
-
-    def _put(self, number: int, delta: CompletionDelta) -> None:
-        if not self._deltas.deltas:  # what the same pass gives other requests is sent together
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._deltas.deltas.append((number, delta))
-
-    def _refuse(self, number: int, message: str, *, is_invalid: bool) -> None:
-        self._flush()
-        self._connection.send(Refused(number, message, is_invalid))
-
-    def _flush(self) -> None:
-        if self._deltas.deltas:
-            self._connection.send(self._deltas)
-            self._deltas = Deltas([])
-
-    async def _report(self) -> None:
+    async def _report(self, connection: Connection) -> None:
         """Send the counters until the model is closed; raises what closed it."""
         report = await asyncio.to_thread(EngineReport, self._llm.llm)
         while True:
-            self._connection.send(await asyncio.to_thread(report.make))
+            connection.send(await asyncio.to_thread(report.make))
             await asyncio.sleep(_LOAD_EVERY_S)

@@ -120,13 +120,13 @@ class MeasuredRequest:
         """Note an increment that has just come."""
         engine, sample = self._engine, delta.sample_index
         assert engine is not None
-        if delta.token_ids:
+        if num_tokens := len(delta.token_ids):
             now_s, before_s = time.monotonic(), self._last_s.get(sample)
             if before_s is None:
                 engine.first.observe(now_s - self._began_s)
-            else:
-                engine.between.observe(now_s - before_s)
-            engine.new_tokens.inc(len(delta.token_ids))
+            for place in range(before_s is None, num_tokens):  # of several the first has come after the one before
+                engine.between.observe(now_s - before_s if place == 0 and before_s is not None else 0.0)
+            engine.new_tokens.inc(num_tokens)
             self._last_s[sample] = now_s
         if delta.completion is not None:
             engine.note_end(delta.completion.finish_reason, len(delta.completion.token_ids))

@@ -15,6 +15,7 @@ from zinfer.requests.completion import CompletionDelta
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.scheduling.precedence import FIRST_COME, Precedence
 from zinfer.serve.errors import ReplicaGone, RequestFailed
+from zinfer.serve.inbox import Inbox
 from zinfer.serve.known_prefixes import KnownPrefixes
 from zinfer.serve.messages import (
     Cancel,
@@ -63,7 +64,8 @@ class Replica:
         self._command = command
         self._path = folder / f"replica-{index}.sock"
         self._numbers = itertools.count()
-        self._queues: dict[int, asyncio.Queue[CompletionDelta | bytes | Exception]] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._vectors: dict[int, asyncio.Future[bytes]] = {}
         self._connection: Connection | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._running: asyncio.Task[None] | None = None
@@ -95,7 +97,7 @@ class Replica:
         if self._connection is None or self.ready is None:
             raise ReplicaGone("the model is loading; try again in a while")
         connection, number, tokens = self._connection, next(self._numbers), len(prompt_ids) + params.most_new_tokens
-        queue = self._queues[number] = asyncio.Queue()
+        inbox = self._inboxes[number] = Inbox()
         self._count(tokens, params.n, precedence.is_background)
         connection.send(Submit(number, prompt_ids, params, precedence))
         if not precedence.is_background:
@@ -103,18 +105,17 @@ class Replica:
         num_left = params.n
         try:
             while num_left:
-                event = await queue.get()
-                if isinstance(event, Exception):
-                    num_left = 0
-                    raise event
-                assert not isinstance(event, bytes)
-                num_left -= event.completion is not None
-                if event.completion is not None and not precedence.is_background:
-                    self.prefixes.add([*prompt_ids, *event.completion.token_ids])
-                yield event
+                for delta in await inbox.take():
+                    num_left -= delta.completion is not None
+                    if delta.completion is not None and not precedence.is_background:
+                        self.prefixes.add([*prompt_ids, *delta.completion.token_ids])
+                    yield delta
+        except (ReplicaGone, RequestFailed, ConfigError):
+            num_left = 0
+            raise
         finally:
             self._count(-tokens, -params.n, precedence.is_background)
-            del self._queues[number]
+            del self._inboxes[number]
             if num_left:
                 connection.send(Cancel(number))
 
@@ -123,21 +124,17 @@ class Replica:
         if self._connection is None or self.ready is None:
             raise ReplicaGone("the model is loading; try again in a while")
         connection, number = self._connection, next(self._numbers)
-        queue = self._queues[number] = asyncio.Queue()
+        found: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._vectors[number] = found
         self._count(len(token_ids), 1, False)
         connection.send(Embed(number, token_ids))
-        event = None
         try:
-            event = await queue.get()
+            return await found
         finally:
             self._count(-len(token_ids), -1, False)
-            del self._queues[number]
-            if event is None:
+            del self._vectors[number]
+            if found.cancelled():
                 connection.send(Cancel(number))
-        if isinstance(event, Exception):
-            raise event
-        assert isinstance(event, bytes)
-        return event
 
     @property
     def num_waiting(self) -> int:
@@ -220,12 +217,14 @@ class Replica:
             match message:
                 case Deltas(deltas):
                     for number, delta in deltas:
-                        self._put(number, delta)
+                        if (inbox := self._inboxes.get(number)) is not None:  # else it was cancelled
+                            inbox.put(delta)
                 case Embedded(vectors):
                     for number, vector in vectors:
-                        self._put(number, vector)
+                        if (found := self._vectors.get(number)) is not None and not found.done():
+                            found.set_result(vector)
                 case Refused(number, text, is_invalid):
-                    self._put(number, ConfigError(text) if is_invalid else RequestFailed(text))
+                    self._fail(number, ConfigError(text) if is_invalid else RequestFailed(text))
                 case Load():
                     self.load = message
                 case Ready():
@@ -238,13 +237,15 @@ class Replica:
         await connection.close()
         return told
 
-    def _put(self, number: int, event: CompletionDelta | bytes | Exception) -> None:
-        if (queue := self._queues.get(number)) is not None:  # else it was cancelled
-            queue.put_nowait(event)
+    def _fail(self, number: int, error: Exception) -> None:
+        if (inbox := self._inboxes.get(number)) is not None:
+            inbox.put(error)
+        elif (found := self._vectors.get(number)) is not None and not found.done():
+            found.set_exception(error)
 
     def _fail_all(self, error: Exception) -> None:
-        for queue in self._queues.values():
-            queue.put_nowait(error)
+        for number in [*self._inboxes, *self._vectors]:
+            self._fail(number, error)
 
 
 def _how_ended(exit_code: int | None) -> str:
