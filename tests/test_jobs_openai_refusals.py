@@ -16,9 +16,12 @@ __all__ = ["model", "output"]  # fixtures
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *((chat("", **{name: value}), f"{name} is not supported; leave it out") for name, value in {
-        "tools": [], "tool_choice": "none", "functions": [], "parallel_tool_calls": True, "audio": {},
+        "functions": [], "audio": {},
         "modalities": ["text"], "prediction": {}, "stream_options": {},
     }.items()),
+    (chat("", tools=[{"type": "function", "function": {"name": "f"}}]), "calls in a form that is not known here"),
+    (chat("", tool_choice="required"), "tool_choice needs tools; give them, or leave it out"),
+    (text("", tools=[]), "tools is not supported; leave it out"),
     (text("", suffix="x"), "suffix is not supported; leave it out"),
     (chat("", temperture=1), "unknown field 'temperture'; did you mean 'temperature'?"),
     (chat("", max_new_tokens=1), "unknown field 'max_new_tokens'; did you mean 'max_tokens'?"),

@@ -2,14 +2,16 @@
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs_support import letters_tokenizer
+from jobs_support import letters_model, letters_tokenizer, write_rows
 
 from zinfer.errors import ConfigError
+from zinfer.jobs.job import run_job
 from zinfer.requests.prompt_encoder import PromptEncoder
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.tool_formats import HERMES, LLAMA, MISTRAL, XML, ToolFormat, find_tool_format
@@ -203,3 +205,23 @@ def test_templates_get_tools_and_objects() -> None:
             encoder.encode([chat[0]], SamplingParams(), tools=TOOLS)
     finally:
         encoder.close()
+
+
+def test_rows_of_batches(tmp_path: Path) -> None:
+    """The same bytes in every run, ids of calls too."""
+    template = "{% for tool in tools or [] %}{{ tool.function.name }}<tool_call>{% endfor %}{{ messages[0].content }}"
+    folder = letters_model(tmp_path / "model", chat_template=template)
+    written = r'So[.]<tool_call>\{"name": "now", "arguments": \{\}\}</tool_call>'
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "max_tokens": 90, "seed": 1, "n": 2}
+    line = {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions"}
+    write_rows(tmp_path / "in.jsonl", [{**line, "body": {**body, "structured_outputs": {"regex": written}}}])
+    for name in ("a", "b"):
+        run_job(folder, tmp_path / "in.jsonl", tmp_path / name, device="cpu")
+    rows = [json.loads((tmp_path / name).read_text())["response"]["body"]["choices"] for name in ("a", "b")]
+    assert rows[0] == rows[1]
+    ids = set()
+    for choice in rows[0]:
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "So.")
+        assert called(choice["message"]) == [("now", {})]
+        ids.add(choice["message"]["tool_calls"][0]["id"])
+    assert len(ids) == 2

@@ -12,16 +12,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from zinfer.errors import ConfigError
 from zinfer.requests.field_errors import field_error
 from zinfer.requests.openai_body import ChatBody, CompletionBody, read_body
-from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.tools import ToolUse
 
 
 @dataclass(frozen=True)
 class OpenAIForm:
-    """The fields of a body that its output row repeats. `model`: None if the body names none."""
+    """What an output row needs of a body. `model`: None if the body names none.
+
+    keeps_special: whether special tokens are content, beside calls of tools.
+    """
 
     is_chat: bool
     model: str | None
     echoes: bool = False
+    tools: ToolUse | None = None
+    keeps_special: bool = False
 
 
 class _Line(BaseModel):
@@ -39,12 +44,6 @@ class _Line(BaseModel):
 class _ChatRow(ChatBody):
     priority: Annotated[None, Field(description="left out: a batch's rows start in order")] = None
     stream: Literal[False] | None = None
-
-    def params(self, max_new_tokens: int | None) -> SamplingParams:
-        for name in ("tools", "tool_choice", "parallel_tool_calls"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"{name} is not supported; leave it out")
-        return super().params(max_new_tokens)
 
 
 class _CompletionRow(CompletionBody):
@@ -80,8 +79,9 @@ def read_request(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[
         body = read_body(_ChatRow, line.body)
         names = ("messages", "chat_template_kwargs", "reasoning_effort")
         source = {name: getattr(body, name) for name in names}
+        form = OpenAIForm(True, body.model, tools=body.tool_use, keeps_special=body.keeps_special)
     else:
         body = read_body(_CompletionRow, line.body)
         source = {"prompt" if isinstance(body.prompt, str) else "prompt_token_ids": body.prompt}
-    form = OpenAIForm(isinstance(body, ChatBody), body.model, isinstance(body, CompletionBody) and bool(body.echo))
+        form = OpenAIForm(False, body.model, echoes=bool(body.echo))
     return {**source, "params": body.params(max_new_tokens), "openai": form}

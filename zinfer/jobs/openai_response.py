@@ -9,6 +9,8 @@ from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import RowId, id_key
 from zinfer.requests.completion import Completion
 from zinfer.requests.openai_choice import Echo, OpenAIChoices, usage
+from zinfer.requests.tool_formats import tool_format_of
+from zinfer.requests.tool_parser import ids_of, open_parser, with_calls
 
 
 class OpenAIResponses:
@@ -38,12 +40,27 @@ class OpenAIResponses:
             "created": self._created,
             "model": self._model_name if form.model is None else form.model,
             "choices": [
-                self._choices.whole(each, is_chat=form.is_chat, skips_special=skips_special, echo=echo)
+                self._with_calls(
+                    self._choices.whole(each, is_chat=form.is_chat, skips_special=skips_special, echo=echo),
+                    prompt,
+                    form,
+                )
                 for each in completions
             ],
             "usage": usage(len(prompt.token_ids), sum(len(each.token_ids) for each in completions)),
         }
         return _row(prompt.row.id, 200, body)
+
+    def _with_calls(self, choice: dict[str, Any], prompt: Prompt, form: OpenAIForm) -> dict[str, Any]:
+        """Return a choice with the calls of tools that its text holds, whose ids are the same in every run."""
+        if (use := form.tools) is None:
+            return choice
+        tokenizer = self._tokenizer
+        written = tool_format_of(use, tokenizer, tokenizer.get_chat_template(tools=list(use.tools)))
+        text = tokenizer.decode(prompt.token_ids) if written is not None and written.reads_prompt else ""
+        hidden = () if form.keeps_special else tokenizer.all_special_tokens
+        ids = ids_of(f"{_hash(prompt.row.id)} {choice['index']}")
+        return with_calls(choice, open_parser(use, written, text, hidden, ids))
 
 
 def error_response(row_id: RowId, status: int, message: str) -> dict[str, Any]:

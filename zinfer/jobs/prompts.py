@@ -16,6 +16,7 @@ from zinfer.jobs.index import RowIndex
 from zinfer.jobs.rows import BadRow, Line, Row, RowState, id_key, parse_line, row_of
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.tool_formats import tool_format_of
 
 # Bounds the memory of an input with long runs of unusable rows.
 _MAX_BAD_ROWS = 1024
@@ -81,7 +82,11 @@ def encoded(row: Row, line_number: int, encoder: PromptEncoder) -> Prompt | BadR
     try:
         if encoder.tokenizer is None and row.shows_tokens:
             raise ConfigError(f"the model's folder has no tokenizer; {NO_TOKENIZER}")
-        token_ids, params = encoder.encode(source, row.params, row.template_variables)
+        use = None if row.openai is None else row.openai.tools
+        if use is not None:
+            tool_format_of(use, encoder.tokenizer, encoder.chat_template(use.tools))
+        tools = None if use is None else use.tools
+        token_ids, params = encoder.encode(source, row.params, row.template_variables, tools)
         bad_word_ids = encoder.bad_word_ids(params)
     except ConfigError as error:
         return row.bad(line_number, str(error))

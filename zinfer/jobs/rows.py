@@ -73,7 +73,8 @@ class Row(BaseModel):
     @property
     def shows_tokens(self) -> bool:
         """Whether its output row shows single tokens as text."""
-        return self.openai is not None and (self.params.logprobs is not None or self.openai.echoes)
+        form = self.openai
+        return form is not None and (self.params.logprobs is not None or form.echoes or form.tools is not None)
 
     def bad(self, line_number: int, problem: str) -> "BadRow":
         """Return the error row for a problem found later."""

@@ -140,6 +140,11 @@ class ChatBody(Body):
         """The tools; None if there are none that may be used. Raises ConfigError as `read_tools`."""
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
+    @property
+    def keeps_special(self) -> bool:
+        """Whether special tokens are content."""
+        return (self.model_extra or {}).get("skip_special_tokens") is False
+
     def params(self, max_new_tokens: int | None) -> SamplingParams:
         params, use = super().params(max_new_tokens), self.tool_use
         if use is None:

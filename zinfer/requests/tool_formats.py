@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from zinfer.errors import ConfigError
+from zinfer.requests.tools import ToolUse
+
 _ANCHOR: Final = "\x00"  # transformers wants one; nothing is read of prompts
 _JSON: Final[Mapping[str, Any]] = {
     "repeats": True,
@@ -81,6 +84,21 @@ LLAMA: Final = ToolFormat(
     ),
 )
 KNOWN: Final = "<tool_call>, [TOOL_CALLS], Llama's JSON, and those that a tokenizer's response_template describes"
+
+
+def tool_format_of(use: ToolUse, tokenizer: Any, chat_template: str) -> ToolFormat | None:
+    """Return how a model writes calls; None: it is not known, and need not be.
+
+    Raises:
+        ConfigError: it has to be known.
+    """
+    found = find_tool_format(tokenizer, chat_template)
+    if found is None and use.mode == "auto":
+        raise ConfigError(
+            f"tools: this model writes calls in a form that is not known here (known are {KNOWN}); leave them out, or "
+            "let tool_choice be 'required' or name a function"
+        )
+    return found
 
 
 def find_tool_format(tokenizer: Any, chat_template: str) -> ToolFormat | None:

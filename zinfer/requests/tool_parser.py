@@ -2,14 +2,15 @@
 
 import json
 import secrets
-import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import count
 from typing import Any, Final, Protocol
 
 from zinfer.requests.tool_formats import ToolFormat
 from zinfer.requests.tools import ToolUse
 
-_LETTERS: Final = string.ascii_letters + string.digits
+_SHORT: Final = 9
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 Delta = dict[str, Any]
 """An increment of a message, as OpenAI's streams have it: ``content``, ``reasoning_content`` or ``tool_calls``."""
@@ -25,22 +26,54 @@ class AnswerParser(Protocol):
         """Return the rest."""
 
 
-def open_parser(use: ToolUse, form: ToolFormat | None, prompt: str = "", hidden: Collection[str] = ()) -> AnswerParser:
+def open_parser(
+    use: ToolUse,
+    form: ToolFormat | None,
+    prompt: str = "",
+    hidden: Collection[str] = (),
+    ids: Iterator[str] | None = None,
+) -> AnswerParser:
     """Return the parser of an answer.
 
     Args:
         form: how the model writes calls by itself; needed unless the answer has to be calls.
         prompt: the text that the answer follows, if the form reads it.
         hidden: special tokens that are no content.
+        ids: of the calls; None: random ones.
     """
-    new_id = _short_id if form is not None and form.short_ids else _long_id
+    ids = random_ids() if ids is None else ids
+    ids = (each[:_SHORT] if form is not None and form.short_ids else f"call_{each}" for each in ids)
     if use.mode == "named":
         assert use.name is not None
-        return _NamedParser(use.name, new_id())
+        return _NamedParser(use.name, next(ids))
     if use.mode == "required":
-        return _ListParser(new_id)
+        return _ListParser(ids)
     assert form is not None
-    return _FormatParser(use, form, prompt, hidden, new_id)
+    return _FormatParser(use, form, prompt, hidden, ids)
+
+
+def random_ids() -> Iterator[str]:
+    """Yield ids that nobody has used."""
+    while True:
+        yield secrets.token_hex(12)
+
+
+def ids_of(name: str) -> Iterator[str]:
+    """Yield the same ids for the same name."""
+    return (blake2b(f"{name} {number}".encode(), digest_size=12).hexdigest() for number in count())
+
+
+def with_calls(choice: dict[str, Any], parser: AnswerParser) -> dict[str, Any]:
+    """Return a whole choice of a chat with the calls that its text holds."""
+    content = choice["message"]["content"]
+    found = merged([*parser.feed(content), *parser.finish()])
+    reason = reason_with_calls(choice["finish_reason"], has_calls="tool_calls" in found)
+    return {**choice, "message": choice["message"] | found, "finish_reason": reason}
+
+
+def reason_with_calls(reason: str | None, *, has_calls: bool) -> str | None:
+    """Return OpenAI's finish reason of an answer that may have calls."""
+    return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 def merged(deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -81,8 +114,8 @@ class _NamedParser:
 class _ListParser:
     """The whole text is a list of calls; one that was cut short is content."""
 
-    def __init__(self, new_id: Any) -> None:
-        self._new_id, self._text = new_id, ""
+    def __init__(self, ids: Iterator[str]) -> None:
+        self._ids, self._text = ids, ""
 
     def feed(self, text: str) -> list[Delta]:
         self._text += text
@@ -94,19 +127,21 @@ class _ListParser:
         except ValueError:
             return [{"content": self._text}]
         pairs = [(each["name"], json.dumps(each["arguments"], ensure_ascii=False)) for each in calls]
-        return [_call(index, self._new_id(), *pair) for index, pair in enumerate(pairs)]
+        return [_call(index, next(self._ids), *pair) for index, pair in enumerate(pairs)]
 
 
 class _FormatParser:
     """Calls stand between delimiters of the model's own; what cannot be read as calls is content."""
 
-    def __init__(self, use: ToolUse, form: ToolFormat, prompt: str, hidden: Collection[str], new_id: Any) -> None:
+    def __init__(
+        self, use: ToolUse, form: ToolFormat, prompt: str, hidden: Collection[str], ids: Iterator[str]
+    ) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
         tools = [dict(each) for each in use.tools]
         self._parser = ResponseParser(dict(form.template), prefix=prompt if form.reads_prompt else "", tools=tools)
         self._most = None if use.is_parallel else 1
-        self._hidden, self._new_id = hidden, new_id
+        self._hidden, self._ids = hidden, ids
         self._num_calls = 0
         self._unread = ""  # text of a region whose end is to come
         self._is_broken = False
@@ -152,7 +187,7 @@ class _FormatParser:
         found = []
         for name, arguments in filter(None, pairs):
             if self._most is None or self._num_calls < self._most:
-                found.append(_call(self._num_calls, self._new_id(), name, arguments))
+                found.append(_call(self._num_calls, next(self._ids), name, arguments))
                 self._num_calls += 1
         return found
 
@@ -183,11 +218,3 @@ def _named_arguments(value: object) -> tuple[str, str] | None:
 def _call(index: int, call_id: str, name: str, arguments: str) -> Delta:
     function = {"name": name, "arguments": arguments}
     return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-
-
-def _short_id() -> str:
-    return "".join(secrets.choice(_LETTERS) for _ in range(9))
-
-
-def _long_id() -> str:
-    return f"call_{secrets.token_hex(12)}"

@@ -14,11 +14,11 @@ from fastapi.sse import format_sse_event
 
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.openai_choice import Echo, usage
-from zinfer.requests.tool_parser import AnswerParser
+from zinfer.requests.tool_parser import AnswerParser, with_calls
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
-from zinfer.serve.tool_chunks import ToolChunks, with_calls
+from zinfer.serve.tool_chunks import ToolChunks
 
 
 @dataclass(frozen=True)

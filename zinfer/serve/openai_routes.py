@@ -45,8 +45,7 @@ def openai_routes(service: Service) -> APIRouter:
             [_messages(body)], params, variables, priority=body.priority, tools=tools
         )
         if use is not None:
-            keeps_special = (body.model_extra or {}).get("skip_special_tokens") is False
-            open_parser = await service.prompts.parser_of(use, encoded, keeps_special=keeps_special)
+            open_parser = await service.prompts.parser_of(use, encoded, keeps_special=body.keeps_special)
         call = Call(service, [encoded], [None], name, True, _wants_usage(body), open_parser)
         return await _answer(request, body, call)
 

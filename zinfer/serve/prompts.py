@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from zinfer.errors import ConfigError
 from zinfer.requests.length_limits import LengthLimits, Limit
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.requests.tool_formats import KNOWN, ToolFormat, find_tool_format
+from zinfer.requests.tool_formats import tool_format_of
 from zinfer.requests.tool_parser import AnswerParser, open_parser
 from zinfer.requests.tools import ToolUse
 from zinfer.scheduling.precedence import FIRST_COME, Precedence
@@ -127,22 +126,12 @@ class Prompts:
         Raises:
             ConfigError: the form in which the model writes calls is not known.
         """
-        form, prompt = self._tool_format(use), ""
+        assert self._encoder is not None
+        form, prompt = tool_format_of(use, self.tokenizer, self._encoder.chat_template(use.tools)), ""
         if form is not None and form.reads_prompt:
             prompt = await self.decode(encoded.prompt_ids)
         hidden = () if keeps_special else self.tokenizer.all_special_tokens
         return partial(open_parser, use, form, prompt, hidden)
-
-    def _tool_format(self, use: ToolUse) -> ToolFormat | None:
-        assert self._encoder is not None
-        template = self._encoder.chat_template(use.tools)
-        found = find_tool_format(self.tokenizer, template)
-        if found is None and use.mode == "auto":
-            raise ConfigError(
-                f"tools: this model writes calls in a form that is not known here (known are {KNOWN}); leave them out, "
-                "or let tool_choice be 'required' or name a function"
-            )
-        return found
 
     async def plain_ids(self, text: str) -> list[int]:
         """Return a text's tokens without special ones. Raises ApiError if there is no tokenizer."""

@@ -1,19 +1,11 @@
-"""Calls of tools in the choices of an answer, whole and as chunks of a stream."""
+"""Calls of tools in the chunks of a stream."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from zinfer.requests.completion import CompletionDelta
-from zinfer.requests.tool_parser import AnswerParser, merged
-
-
-def with_calls(choice: dict[str, Any], parser: AnswerParser) -> dict[str, Any]:
-    """Return a whole choice of a chat with the calls that its text holds."""
-    content = choice["message"]["content"]
-    found = merged([*parser.feed(content), *parser.finish()])
-    message = choice["message"] | found
-    return {**choice, "message": message, "finish_reason": _reason(choice["finish_reason"], "tool_calls" in found)}
+from zinfer.requests.tool_parser import AnswerParser, reason_with_calls
 
 
 class ToolChunks:
@@ -37,9 +29,5 @@ class ToolChunks:
             parts.append({})
         for place, part in enumerate(parts, start=1):
             whole = chunk if place == len(parts) else {**chunk, "logprobs": None, "finish_reason": None}
-            reason = _reason(whole["finish_reason"], index in self._calling)
+            reason = reason_with_calls(whole["finish_reason"], has_calls=index in self._calling)
             yield {**whole, "delta": part, "finish_reason": reason}
-
-
-def _reason(reason: str | None, has_calls: bool) -> str | None:
-    return "tool_calls" if has_calls and reason == "stop" else reason
