@@ -52,7 +52,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 @contextmanager
 def opened(folder: Path, config: Any, device: str, **extra: Any) -> Iterator[LLM]:
-    options = {"enable_cuda_graph": True, "kv_cache_memory": "1MB", **extra}
+    options = {"enable_cuda_graph": True, "kv_cache_memory": "1MB", "speculate": "off", **extra}
     with LLM(folder, config, device=device, **options) as llm:
         yield llm
 
@@ -214,7 +214,9 @@ def test_by_default_where_python_would_be_slower_than_the_link(
     monkeypatch.setattr(acceleration, "_MOST_BYTES_A_BLOCK", most_bytes)
     if not lends:
         monkeypatch.setattr(StreamedModel, "can_borrow", lambda self, memory: False)
-    with LLM(folder, HOST, device=device, kv_cache_memory="2MB", replace_with_kernel_inject=False) as llm:
+    with LLM(
+        folder, HOST, device=device, kv_cache_memory="2MB", replace_with_kernel_inject=False, speculate="off"
+    ) as llm:
         for _ in range(2):
             assert llm.generate(by_ids(prompts[:1]), GREEDY)[0].token_ids == alone[0]
         assert (llm.graphs.replayed > 0) == replays, llm.graphs

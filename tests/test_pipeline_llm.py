@@ -28,7 +28,12 @@ from zinfer.requests.completion import Completion
 
 NUM_PROMPTS = 12
 PAGE_SIZE = 8
-SIZES: dict[str, Any] = {"kv_page_size": PAGE_SIZE, "kv_cache_memory": "200kB", "tokens_per_pass": 40}
+SIZES: dict[str, Any] = {
+    "speculate": "ngram",
+    "kv_page_size": PAGE_SIZE,
+    "kv_cache_memory": "200kB",
+    "tokens_per_pass": 40,
+}
 Text = tuple[tuple[int, ...], str, str | None, list[list[int]]]
 
 
@@ -47,6 +52,7 @@ def given() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
             temperature=0.9 if place % 2 else 0,
             seed=place if place % 3 else None,
             presence_penalty=0.5 if place == 7 else 0,
+            allowed_token_ids=(5, 9, 20) if place == 6 else None,  # so that it repeats itself, and is guessed
             logprobs=1 if place == 3 else None,
             prompt_logprobs=2 if place in (4, 5, 8) else None,
             n=2 if place == 1 else 1,

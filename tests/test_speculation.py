@@ -2,11 +2,11 @@
 
 import shutil
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from checkpoints import random_prompts, tiny_checkpoint
@@ -23,6 +23,7 @@ from threads import settled_threads
 
 from zinfer import LLM, Completion, SamplingParams, StructuredOutputsParams
 from zinfer.batching.draft_model import DraftModel, check_vocabulary
+from zinfer.batching.speculating import open_speculation
 from zinfer.batching.verification import rounds
 from zinfer.config import resolve_settings
 from zinfer.errors import CheckpointError, ConfigError
@@ -331,6 +332,10 @@ def test_guesses_are_made_where_they_cost_nothing(
     kind: str, device: str, streamed_bytes: int, free_tokens: int, is_on: bool
 ) -> None:
     model = SimpleNamespace(device=SimpleNamespace(type=device), plan=SimpleNamespace(streamed_bytes=streamed_bytes))
-    llm: Any = SimpleNamespace(_draft=None, _model=model, _estimator=SimpleNamespace(free_tokens=lambda: free_tokens))
-    find: Callable[..., Any] = LLM._open_speculation
-    assert (find(llm, resolve_settings({"zinfer": {"speculate": kind}})) is not None) == is_on
+    found: Any = open_speculation(
+        resolve_settings({"zinfer": {"speculate": kind}}),
+        cast(Any, model),
+        SimpleNamespace(free_tokens=lambda: free_tokens),
+        None,
+    )
+    assert (found is not None) == is_on

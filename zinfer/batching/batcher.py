@@ -25,7 +25,7 @@ from zinfer.engine.finite_check import FiniteWatch
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.requests.completion import Completion, not_finite
+from zinfer.requests.completion import not_finite
 from zinfer.sampling.async_copy import send
 from zinfer.sampling.sampler import BROKEN, Drawn, Row, Sampler, row_uniform
 from zinfer.sampling.structure import StructureMatcher, token_masks
@@ -33,8 +33,8 @@ from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.scheduler import Scheduler
-from zinfer.scheduling.sequence import PENDING, SequenceState
 from zinfer.scheduling.sequence import Sequence as TokenSequence
+from zinfer.scheduling.sequence import SequenceState
 from zinfer.scheduling.speculation import Speculation
 
 _MOST_NOTED_PASSES: Final = 1 << 18
@@ -416,19 +416,4 @@ class Batcher:
         self._matched.discard(sequence.number)
         if self._suspects.pop(sequence.number, None) is not None and not self._suspects:
             self._watch.stop()
-        if error is None and reason != "cancelled" and not each.is_well_scored:
-            reason, error = "error", not_finite(None)
-        output_ids = sequence.output_ids[: -1 if sequence.output_ids[-1:] == [PENDING] else None]
-        criteria = request.stop_criteria
-        completion = Completion(
-            request.prompt_index,
-            request.sample_index,
-            criteria.text(output_ids) if output_ids else "",
-            tuple(output_ids),
-            reason,
-            None if request.params.logprobs is None else tuple(each.logprobs),
-            error,
-            criteria.stop_reason(output_ids) if reason == "stop" and output_ids else None,
-            each.scores if error is None and reason != "cancelled" else None,
-        )
-        return request, completion
+        return request, each.completion(reason, error)

@@ -22,6 +22,7 @@ from zinfer.batching.pass_meter import PassMeter
 from zinfer.batching.request import RequestBuilder
 from zinfer.batching.runner import PassRunner, open_pages
 from zinfer.batching.serving_loop import ServingLoop
+from zinfer.batching.speculating import open_speculation
 from zinfer.batching.stage_tokens import open_tokens
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
@@ -47,10 +48,9 @@ from zinfer.requests.prompt_encoder import PromptLike, find_tokenizer
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler
-from zinfer.scheduling.ngram_drafter import NGramDrafter
 from zinfer.scheduling.precedence import Precedence
 from zinfer.scheduling.schedule import PassSize
-from zinfer.scheduling.speculation import MOST_TOKENS, Speculation
+from zinfer.scheduling.speculation import Speculation
 
 log = logging.getLogger("zinfer")
 
@@ -159,7 +159,10 @@ class LLM:
         self._estimator = JobEstimator(budget, window, token_bytes, self._model.estimator.pass_time, latency_s)
         if (note := describe_unreachable(self._estimator)) is not None and not isinstance(lockstep, Follower):
             log.warning(note)
-        self._speculation = None if isinstance(lockstep, Follower) else self._open_speculation(settings)
+        self._speculation: Speculation | None = None
+        if not isinstance(lockstep, Follower):
+            drafter = self._drafter(settings)
+            self._speculation = open_speculation(settings, self._model, self._estimator, drafter)
         self._batcher = Batcher(
             self._runner,
             self._cache,
@@ -195,18 +198,13 @@ class LLM:
         with mute_key_report():
             return LLM(folder, draft_config(settings))
 
-    def _open_speculation(self, settings: Settings) -> Speculation | None:
-        """Return what guesses tokens: if asked for, or if it costs nothing."""
-        if (draft := self._draft) is not None:
-            assert settings.batching.draft_model is not None
-            own = self.tokenizer, self.vocab_size
-            check_vocabulary(settings.batching.draft_model, (draft.tokenizer, draft.vocab_size), own)
-            return Speculation(DraftModel(draft.generate, self.vocab_size))
-        kind = settings.batching.speculate
-        streams = self._model.device.type == "cuda" and self._model.plan.streamed_bytes > 0
-        if kind == "off" or (kind == "auto" and not (streams and self._estimator.free_tokens() >= MOST_TOKENS)):
+    def _drafter(self, settings: Settings) -> DraftModel | None:
+        """Return what lets the small model guess. Raises ConfigError if its vocabulary is another."""
+        draft, folder = self._draft, settings.batching.draft_model
+        if draft is None or folder is None:
             return None
-        return Speculation(NGramDrafter())
+        check_vocabulary(folder, (draft.tokenizer, draft.vocab_size), (self.tokenizer, self.vocab_size))
+        return DraftModel(draft.generate, self.vocab_size)
 
     @property
     def device(self) -> torch.device:

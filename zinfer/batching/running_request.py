@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from zinfer.batching.request import Request
+from zinfer.requests.completion import Completion, not_finite
 from zinfer.requests.logprobs import Logprobs
 from zinfer.sampling.sampler import Row
 from zinfer.scheduling.sequence import Sequence, SequenceState
@@ -74,3 +75,26 @@ class RunningRequest:
         output_ids.pop()
         del self.logprobs[len(output_ids) :]
         return ("stop", None) if matcher.problem is None else ("error", matcher.problem)
+
+    def completion(self, reason: str, error: str | None = None) -> Completion:
+        """Return what is known so far as a completion.
+
+        Args:
+            reason: of its end; "error" if its prompt could not be scored.
+            error: None if there was none.
+        """
+        request, num_known = self.request, self.sequence.num_known - len(self.sequence.prompt_ids)
+        if error is None and reason != "cancelled" and not self.is_well_scored:
+            reason, error = "error", not_finite(None)
+        output_ids, criteria = self.sequence.output_ids[:num_known], request.stop_criteria
+        return Completion(
+            request.prompt_index,
+            request.sample_index,
+            criteria.text(output_ids) if output_ids else "",
+            tuple(output_ids),
+            reason,
+            None if request.params.logprobs is None else tuple(self.logprobs),
+            error,
+            criteria.stop_reason(output_ids) if reason == "stop" and output_ids else None,
+            self.scores if error is None and reason != "cancelled" else None,
+        )

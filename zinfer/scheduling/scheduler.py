@@ -16,9 +16,10 @@ sequence's last token is `PENDING`, and `receive` fills it in while the next pas
 to have ended with that token wastes one token.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from zinfer.scheduling.claims import Claims
+from zinfer.scheduling.guessing import chunks_with_guesses
 from zinfer.scheduling.page_allocator import PageAllocator, first_needed
 from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.pass_order import USUAL, PassOrder
@@ -303,31 +304,16 @@ class Scheduler:
         for sequence in [each for each in ready if (each.num_computed + 1) // page_size > each.num_named]:
             self._allocator.publish(sequence, sequence.num_computed + 1)
         if order.guesses and self.is_decoding:
-            self._add_guesses(ready, order.guesses, budget - len(ready), new_pass)
+            most_pages = self._allocator.num_free_for_prompts(len(self._running))
+            chunks = chunks_with_guesses(ready, order.guesses, budget - len(ready), most_pages, self._allocator)
+            if chunks is not None:
+                new_pass.chunks, new_pass.has_guesses = chunks, True
         num_left = max(num_left - len(ready), 0)
         if len(self._running) < num_running or len(ready) < len(decodes):
             return 0
         if prompt is None or not num_left or len(ready) == most_rows:
             return num_left
         return num_left - self._schedule_prompt(prompt, num_left, new_pass)
-
-    def _add_guesses(
-        self, ready: list[Sequence], guesses: Mapping[int, tuple[int, ...]], most: int, new_pass: Pass
-    ) -> None:
-        """Extend the decodes by ``most`` guesses in all, as far as free pages and their numbers of new tokens allow."""
-        chunks, most_pages = Chunks(), self._allocator.num_free_for_prompts(len(self._running))
-        for sequence in ready:
-            begin, num_pages = sequence.num_computed, len(sequence.pages)
-            num_left = sequence.max_new_tokens - len(sequence.output_ids) - 1
-            own = guesses.get(sequence.number, ())[: max(min(num_left, most), 0)]
-            end = self._allocator.extend_idle(sequence, begin + 1 + len(own), most_pages)
-            sequence.guesses = own[: end - begin - 1]
-            most -= len(sequence.guesses)
-            most_pages -= len(sequence.pages) - num_pages
-            new_pass.has_guesses |= bool(sequence.guesses)
-            chunks.append(Chunk(sequence, begin, begin + 1 + len(sequence.guesses), True, len(sequence.guesses)))
-        if new_pass.has_guesses:
-            new_pass.chunks = chunks
 
     def _with_pages(self, decodes: list[Sequence], new_pass: Pass) -> list[Sequence]:
         """Return the decodes that get a page for their next token: all before the first that gets none."""

@@ -1,0 +1,34 @@
+"""Opens what guesses tokens beside a model: nothing, lookup in a sequence's own text, or a small model."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from zinfer.batching.draft_model import DraftModel
+from zinfer.config import Settings
+from zinfer.engine.streamed_model import StreamedModel
+from zinfer.scheduling.ngram_drafter import NGramDrafter
+from zinfer.scheduling.speculation import MOST_TOKENS, Speculation
+
+
+class _Estimates(Protocol):
+    @property
+    def free_tokens(self) -> Callable[[], int]: ...
+
+
+def open_speculation(
+    settings: Settings, model: StreamedModel, estimator: _Estimates, draft: DraftModel | None
+) -> Speculation | None:
+    """Return what guesses tokens: the small model if there is one, else lookup if asked for, or if it costs nothing.
+
+    Args:
+        estimator: of the model's passes; asked only if the answer depends on it, since it may measure rates.
+    """
+    kind = settings.batching.speculate
+    if kind == "off":
+        return None
+    if draft is not None:
+        return Speculation(draft)
+    streams = model.device.type == "cuda" and model.plan.streamed_bytes > 0
+    if kind == "auto" and not (streams and estimator.free_tokens() >= MOST_TOKENS):
+        return None
+    return Speculation(NGramDrafter())
