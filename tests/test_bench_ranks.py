@@ -2,6 +2,7 @@
 
 import json
 import os
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,19 @@ def test_ranks_that_divide_layers_have_the_same_rows(tmp_path: Path, mode: str, 
     assert (together.num_rows, together.num_new_tokens) == (ROWS, alone.num_new_tokens)
     for each in together.ranks:
         assert 0.5 <= each.stats.streamed_bytes_per_pass / alone.stats.streamed_bytes_per_pass < 0.52
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"pipeline": 2}, pytest.param({"pipeline": 2, "zero": 2}, marks=pytest.mark.slow)]
+)
+def test_stages_have_random_layers_of_their_own(tmp_path: Path, parallel: dict[str, int]) -> None:
+    model, size = folder_of({**LLAMA, "num_hidden_layers": 4}, tmp_path), prod(parallel.values())
+    [alone] = benched(0, model, tmp_path, "auto", ["cpu"])
+    [[together], *_] = run_ranks(size, benched, model, tmp_path, parallel, ["cpu"])
+    assert together.num_new_tokens == alone.num_new_tokens
+    for each in together.ranks:
+        assert each.stats.streamed_bytes_per_pass == alone.stats.streamed_bytes_per_pass / size
+        assert each.stats.passes > 0
 
 
 def test_the_first_rank_speaks(tmp_path: Path) -> None:

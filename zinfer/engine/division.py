@@ -23,7 +23,7 @@ from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.ranks.stage_exchange import StageExchange
 from zinfer.store.saved_parts import KEY, SavedPart, find_part, list_parts, save_part
 
-Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings, Sharding | None], PreparedModel]
+Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings, Sharding | None, StageModel | None], PreparedModel]
 
 
 class Division:
@@ -96,7 +96,7 @@ class Division:
         """Partition this rank's part of a module.
 
         Args:
-            partition: partitions a module, or its shards; of stages, that of the checkpoint.
+            partition: partitions a module, its shards, or a stage's layers.
 
         Raises:
             ConfigError: the model cannot be divided as the configuration asks.
@@ -105,14 +105,14 @@ class Division:
         if self._stage is not None:
             part = StageModel(module, self._stage, settings.block_classes)
             self._ends.append(part.undo)
-            return PreparedModel.of(module, checkpoint, settings, part=part)
+            return partition(module, checkpoint, settings, None, part)
         sharding: Sharding | None = None
         if self._shard is not None:
             grain = self._part.grain if self._part else _find_grain(module, checkpoint, settings)
             classes, stated = settings.block_classes, settings.tensor_parallel
             sharding = Sharding.of(module, self._shard, classes, grain, stated)
             self._ends.append(sharding.undo)
-        return partition(module, checkpoint, settings, sharding)
+        return partition(module, checkpoint, settings, sharding, None)
 
     def connect(self, module: PreTrainedModel, prepared: PreparedModel) -> None:
         """Let the part exchange with those of the other ranks, before anything else hooks into the module."""

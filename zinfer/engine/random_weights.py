@@ -24,6 +24,7 @@ from zinfer.model.build import find_dtype, report_device
 from zinfer.model.dtype import warn_of_overflow
 from zinfer.model.partition import ModelBlock
 from zinfer.model.sharding.sharding import Sharding
+from zinfer.model.stage import StageModel
 from zinfer.model.weight_matching import load_buffers
 from zinfer.nvme.aligned import align_down, align_up
 from zinfer.nvme.file_identity import FileIdentity
@@ -69,6 +70,7 @@ class RandomWeights:
         checkpoint: Checkpoint | None,
         settings: Settings,
         sharding: Sharding | None = None,
+        part: StageModel | None = None,
     ) -> PreparedModel:
         """Write the file, and partition the module into blocks that are read from it.
 
@@ -79,7 +81,7 @@ class RandomWeights:
         assert checkpoint is not None, "random weights need the outline of a checkpoint"
         if self.experts == "zipf":
             skew_routers(module)
-        prepared = RandomModel.of(module, checkpoint, settings, sharding)
+        prepared = RandomModel.of(module, checkpoint, settings, sharding, part)
         slab_sizes = [align_up(block.block.layout.nbytes, _ALIGNMENT_BYTES) for block in prepared.blocks]
         num_bytes = max(max(slab_sizes), min(sum(slab_sizes), _USUAL_BYTES))
         self.blocks = _aliased(prepared.blocks, self.file, num_bytes)
