@@ -11,7 +11,7 @@ import torch
 from checkpoints import random_prompts, tiny_checkpoint, tiny_mixtral
 from engines import loaded
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
-from ranks_support import run_ranks
+from ranks_support import Failed, Ranks, run_ranks
 from test_foreign_engine import write_quantized
 
 from zinfer.errors import RankError
@@ -202,3 +202,26 @@ def test_a_job_of_a_product_writes_the_rows_of_one_process(tmp_path: Path, mode:
         assert stats.gathered_bytes > 0
         share = 2 if mode == "replicas" else 4
         assert stats.host_bytes == pytest.approx(alone.stats.host_bytes / share, rel=0.15)
+
+
+def lasting(rank: int, folder: Path, parallel: dict[str, int], begun: Path) -> str:
+    """Calls until another rank fails; returns what it says."""
+    with loaded(folder, config("cpu", parallel)) as engine:
+        while True:
+            try:
+                engine(input_ids=torch.tensor([[3, 4, 5, 6]]))
+                (begun / str(rank)).touch()
+            except RankError as error:
+                return str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["tensor", "pipeline"])
+def test_a_killed_rank_ends_all_of_a_product(folders: dict[str, Path], tmp_path: Path, mode: str) -> None:
+    with Ranks(4, lasting, folders["llama"], {mode: 2, "zero": 2}, tmp_path) as ranks:
+        ranks.wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(4)))
+        ranks.kill(3)
+        *others, lost = ranks.results()
+    assert lost is None
+    assert not any(isinstance(each, Failed) for each in others), others
+    assert all("rank 3" in each for each in others), others
