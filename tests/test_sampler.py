@@ -23,6 +23,7 @@ from transformers import (
 
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.sampler import Row, Sampler, row_uniform
+from zinfer.sampling.weighed import Weighed
 
 VOCAB = 61
 PROMPT = [3, 5, 5, 60, 7]
@@ -250,3 +251,17 @@ def test_equal_logits_are_told_in_the_order_of_their_ids(device: str) -> None:
     assert sampled.logprobs[0] is not None
     assert sampled.logprobs[0].top_ids == [0, 1, 2, 3, 4]
     assert sampled.logprobs[0].top == pytest.approx([-math.log(300)] * 5)
+
+
+@pytest.mark.parametrize("num_top", [1, 7, 300])
+def test_of_equally_likely_tokens_the_lower_ids_come_first(num_top: int, device: str) -> None:
+    logits = torch.randint(-3, 4, (9, 300), generator=torch.Generator().manual_seed(2)).float() / 8
+    logits[0, 5], logits[1], logits[1, 9], logits[2, 7] = -0.0, -torch.inf, 1.0, 3e38
+    ordered, ids = logits.sort(dim=1, descending=True, stable=True)
+    weighed = Weighed.of(logits.to(device), torch.zeros(9, dtype=torch.int64, device=device), [num_top] * 9)
+    found = list(weighed.logprobs(each.cpu() for each in weighed.tensors))
+    assert [None if each is None else each.top_ids for each in found] == ids[:, :num_top].tolist()
+    peaks = [each.top[0] - float(row[0]) for each, row in zip(found, ordered, strict=True) if each is not None]
+    for each, row, below in zip(found, ordered, peaks, strict=True):
+        assert each is not None
+        assert each.top == pytest.approx([value + below for value in row[:num_top].tolist()])

@@ -3,11 +3,15 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from zinfer.requests.logprobs import Logprobs
 from zinfer.sampling.filters import fixed_point, ratios_of, unit_of
+
+_TURNED: Final = 0x7FFFFFFF
+_ID: Final = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +57,16 @@ class Weighed:
 
 
 def _most_likely(logits_RV: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and logits of each row's `num` largest logits; sorts, because torch.topk breaks ties arbitrarily."""
+    """Return ids and logits of each row's `num` largest logits; of equal ones the lowest ids come first.
+
+    torch.topk breaks ties arbitrarily, so it gets whole numbers that are all different: the bits of a logit, which
+    grow with it once those of negative ones are turned, and after them the id.
+    """
     if not num:
         return logits_RV[:, :0].long(), logits_RV[:, :0]
-    ordered_RV, order_RV = torch.sort(logits_RV, dim=1, descending=True, stable=True)
-    return order_RV[:, :num], ordered_RV[:, :num]
+    last = logits_RV.shape[1] - 1
+    bits_RV = (logits_RV + 0.0).view(torch.int32).long()  # -0.0 is 0.0
+    ordered_RV = torch.where(bits_RV < 0, bits_RV ^ _TURNED, bits_RV) << 32
+    keys_RN = ordered_RV.add_(torch.arange(last, -1, -1, device=logits_RV.device)).topk(num, dim=1).values
+    ids_RN = last - (keys_RN & _ID)
+    return ids_RN, logits_RV.gather(1, ids_RN)
