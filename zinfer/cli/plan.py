@@ -137,7 +137,7 @@ def _plan_job(
         from zinfer.cli.plan_ranks import arrange
         from zinfer.config.source import config_keys
         from zinfer.planning.advice import fitting_job_changes, job_advice
-        from zinfer.planning.job_plan import plan_job
+        from zinfer.planning.job_search import plan_job
         from zinfer.planning.tables import job_document, job_table, served_line
 
     given = config_keys(config)

@@ -23,6 +23,7 @@ STAGE = "zero_optimization.stage"
 OFFLOAD_DEVICE = "zero_optimization.offload_param.device"
 PIN_MEMORY = "zero_optimization.offload_param.pin_memory"
 KV_TIER = "zinfer.kv_cache_tier"
+OPTIMIZE = "zinfer.optimize"
 GROUPS = {"tensor": "tensor_parallel.tp_group", "expert": "moe.ep_group"}
 """The keys that name the ranks of a mode."""
 NVME_PATH = "zero_optimization.offload_param.nvme_path"
@@ -36,6 +37,7 @@ def resolve_settings(
     *,
     is_module: bool = False,
     swaps: bool = False,
+    is_job: bool = False,
 ) -> Settings:
     """Resolve the arguments of `init_inference(model, config, **kwargs)`. Does not change the mappings.
 
@@ -48,6 +50,7 @@ def resolve_settings(
         kwargs: the same keys; zinfer's own need no section here.
         is_module: the model is a module, whose weights are in memory unless a checkpoint is given.
         swaps: an `LLM` runs the model, which may swap preempted sequences to `nvme_path`.
+        is_job: the sizes are planned for a job's rows.
 
     Raises:
         ConfigError: an unreadable file, an unknown key, an invalid value, a feature that is not available yet, or
@@ -69,6 +72,8 @@ def resolve_settings(
     ignored += idle
     if not swaps and NVME_PATH in given and (reason := _idle_nvme_path(given, writes=writes)):
         ignored.append(Ignored(NVME_PATH, f"{reason}; only zinfer.LLM swaps preempted sequences there"))
+    if not is_job and OPTIMIZE in given and given[OPTIMIZE].value == "speed":
+        ignored.append(Ignored(OPTIMIZE, 'only jobs are planned; set zinfer.kv_cache_dtype to "int8" or "fp8"'))
     fields: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for item in given.values():
         if item.key.field is not None:

@@ -142,11 +142,12 @@ class Batching:
         size_bytes,
         "memory for the KV cache of zinfer.LLM, on the device or in host memory, by kv_cache_tier",
     )
-    kv_cache_tier: Literal["device", "host"] = setting(
+    kv_cache_tier: Literal["auto", "device", "host"] = setting(
         "zinfer.kv_cache_tier",
-        choice("device", "host"),
-        "where the KV cache is; host: a layer's pages are copied to the device while it computes",
-        default="device",
+        choice("auto", "device", "host"),
+        "where the KV cache is; host: a layer's pages are copied to the device while it computes; auto: the device, "
+        "unless a job is predicted to be faster with host",
+        default="auto",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
         "zinfer.kv_cache_dtype",
@@ -154,11 +155,12 @@ class Batching:
         "dtype of the KV cache; auto: the model's dtype",
         default="auto",
     )
-    admission_order: Literal["arrival", "longest_first"] = setting(
+    admission_order: Literal["auto", "arrival", "longest_first"] = setting(
         "zinfer.admission_order",
-        choice("arrival", "longest_first"),
-        "which waiting sequence runs next in zinfer.LLM",
-        default="arrival",
+        choice("auto", "arrival", "longest_first"),
+        "which waiting sequence runs next in zinfer.LLM; longest_first: that with the most new tokens; auto: arrival, "
+        "unless a job is predicted to be faster with longest_first",
+        default="auto",
     )
     kv_page_size: int | None = setting("zinfer.kv_page_size", count(1), "tokens of a page of the KV cache")
     speculate: Literal["auto", "ngram", "off"] = setting(
@@ -230,6 +232,12 @@ class Settings:
         flag,
         "replay forwards as CUDA graphs, in pieces if weights stream; default: zinfer.LLM's passes of few sequences, "
         "if little streams",
+    )
+    optimize: Literal["accuracy", "speed"] = setting(
+        "zinfer.optimize",
+        choice("accuracy", "speed"),
+        "speed: a job takes an INT8 KV cache where that is predicted to be faster, and says so (zinfer run --fast)",
+        default="accuracy",
     )
     device: Literal["auto", "cuda", "cpu"] = setting(
         "zinfer.device", choice("auto", "cuda", "cpu"), "where the model computes", default="auto"

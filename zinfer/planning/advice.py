@@ -10,7 +10,8 @@ from zinfer.config import Memory
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.block import Tier
-from zinfer.planning.job_plan import Job, JobPlan, plan_job, plan_sizes
+from zinfer.planning.job_plan import Job, JobPlan, plan_sizes
+from zinfer.planning.job_search import plan_job
 from zinfer.planning.memory import Request
 from zinfer.planning.plan import BatchPlan, Case, plan_batch
 from zinfer.planning.step_time import speed

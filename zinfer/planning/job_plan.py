@@ -1,35 +1,37 @@
-"""Plan a job with continuous batching: tokens per pass, sequences at once, homes of the weights, seconds. Pure.
+"""Plan a job with continuous batching, for given sizes: homes of the weights, memory, seconds. Pure.
 
-Sizes that the configuration leaves open are chosen by simulating a sample of the rows.
+`zinfer.planning.job_search` finds the sizes that the configuration leaves open.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from statistics import fmean
+from typing import Any, Final, NamedTuple
 
 from zinfer.config.settings import Batching
-from zinfer.errors import PlanError
-from zinfer.planning.kv_budget import BatchingBudget, HostShare, find_budget
+from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.placement import Plan
 from zinfer.planning.plan import Case
 from zinfer.planning.simulation import JobEstimator, JobPrediction, Simulations
+from zinfer.scheduling.schedule import PassSize
 
 ROWS_TOGETHER: Final = 4096
 """Default batch size of a job, in rows. Four times the default of sequences at once, because the last rows of a batch
 run in small passes."""
 
-_TOKENS_PER_PASS: Final = (2048, 4096, 8192, 16_384, 32_768, 131_072)
-_MAX_SEQUENCES: Final = (128, 512, 1024)
-_KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)  # of device memory; the rest is for weights
-_HOSTED_MAX_SEQUENCES: Final = (512, 1024, 4096)
-_HOSTED_KV_SHARES: Final = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0)  # of the usual size
-_CHOSEN: Final = ("tokens_per_pass", "max_sequences", "kv_cache_memory", "kv_cache_dtype", "kv_cache_tier")
+_CHOSEN: Final = (
+    "tokens_per_pass",
+    "max_sequences",
+    "kv_cache_memory",
+    "kv_cache_dtype",
+    "kv_cache_tier",
+    "admission_order",
+)
 """Keys of the section `zinfer` that a plan sets, or leaves at their defaults."""
-_FEWEST_TURNS: Final = 3  # of the cache: simulations with fewer have no steady middle
+_USUAL: Final = ("auto", "device", "arrival")
 _FEWEST_SIMULATED: Final = 64
-_MOST_SIMULATED: Final = 1024
-_MOST_ROUGHLY_SIMULATED: Final = 512
-_TURNS: Final = 6  # of the cache: enough for its filling and draining to be a small part
+_ADMISSION_STEPS: Final = 16  # what adding and admitting a sequence takes, in steps of one
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Job:
     new_tokens: Sequence[int]
 
     @property
+    def has_equal_rows(self) -> bool:
+        """Whether all rows of the sample have as many tokens."""
+        return len(set(zip(self.prompt_lens, self.new_tokens, strict=True))) == 1
+
+    @property
     def longest(self) -> tuple[int, int]:
         """Prompt length and new tokens of the longest row in the sample."""
         return max(zip(self.prompt_lens, self.new_tokens, strict=True), key=sum)
@@ -54,16 +61,30 @@ class Job:
         """Return the part of one group of ranks, of so many groups."""
         return replace(self, num_rows=-(-self.num_rows // count))
 
-    def simulated(self, num_fitting: int, most: int) -> "Job":
-        """Return the job with a sample large enough to simulate typical passes; repeats rows if it has too few.
+    def sample(self, most_steps: int) -> "Sample":
+        """Return rows that stand for those that share passes, as many as are simulated in so many steps.
 
-        Args:
-            num_fitting: maximum sequences in the cache at once.
-            most: maximum rows of the sample.
+        Rows are repeated if there are too few.
         """
-        count = min(self.num_rows, max(_FEWEST_SIMULATED, min(_TURNS * num_fitting, most)))
+        together = min(self.num_rows, ROWS_TOGETHER)
+        row_steps = fmean(self.new_tokens) + _ADMISSION_STEPS
+        count = min(together, max(_FEWEST_SIMULATED, int(most_steps / row_steps)))
         places = [number % len(self.prompt_lens) for number in range(count)]
-        return Job(self.num_rows, [self.prompt_lens[i] for i in places], [self.new_tokens[i] for i in places])
+        rows = Job(self.num_rows, [self.prompt_lens[i] for i in places], [self.new_tokens[i] for i in places])
+        return Sample(rows, together / count, int(row_steps * count))
+
+
+class Sample(NamedTuple):
+    """Rows that are simulated.
+
+    rows: the job, with these rows.
+    scale: how many rows each stands for.
+    num_steps: what simulating them takes, in steps of a sequence.
+    """
+
+    rows: Job
+    scale: float
+    num_steps: int
 
 
 @dataclass(frozen=True)
@@ -75,8 +96,8 @@ class JobPlan:
         batching: stated or chosen sizes.
         budget: memory for these sizes.
         plan: placement of the weights.
-        job: the job, with the simulated rows.
-        simulated: prediction for the simulated rows.
+        job: the job, with the sample that was simulated.
+        simulated: prediction for the rows that share passes, `ROWS_TOGETHER` at most.
         seconds: time for all rows.
         simulations: cached simulations of these rows.
         estimator: of its passes.
@@ -104,9 +125,9 @@ class JobPlan:
             "max_sequences": self.budget.max_sequences,
             "kv_cache_memory": self.budget.kv_bytes,
         }
-        for key, usual in (("kv_cache_dtype", "auto"), ("kv_cache_tier", "device")):
-            if (stated := getattr(self.batching, key)) != usual:
-                named[key] = stated
+        for key in ("kv_cache_dtype", "kv_cache_tier", "admission_order"):
+            if (chosen := getattr(self.batching, key)) not in _USUAL:
+                named[key] = chosen
         return named
 
     def configuration(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,89 +141,77 @@ class JobPlan:
         return {**given, "zinfer": {**kept, **self.keys()}}
 
 
-def plan_job(case: Case, job: Job, *, is_rough: bool = False) -> JobPlan:
-    """Plan a job; choose the fastest values for sizes that the settings leave open.
+@dataclass(frozen=True)
+class SizedJob:
+    """A job with all its sizes, before its passes are simulated.
 
-    Args:
-        case: the model, the machine and the settings.
-        job: the job.
-        is_rough: try a few sizes only, which takes a fifth of the time and is for comparing cases.
-
-    Raises:
-        PlanError: nothing fits, not even the smallest sizes.
-        ConfigError: a row is longer than the model or the configuration allows.
+    Attributes:
+        case, batching, budget, plan: as in `JobPlan`.
+        estimator: predicts passes.
     """
-    case.check_length(*job.longest)
-    stated, device_bytes, kv = case.settings.batching, case.machine.device_memory_bytes, case.outline.spec.kv
-    shares, usual_counts = [int(device_bytes * share) for share in _KV_SHARES], _MAX_SEQUENCES
-    if stated.kv_cache_tier == "host":
-        host = HostShare.find(case.outline.blocks, case.settings, case.machine.limits)
-        usual_bytes = host.pages_bytes(kv, device_bytes)
-        shares = sorted({min(int(usual_bytes * share), host.usual_bytes) for share in _HOSTED_KV_SHARES})
-        usual_counts = _HOSTED_MAX_SEQUENCES
-    # All choices simulate the same rows: with fewer rows, filling and draining the cache would weigh more.
-    most = _MOST_ROUGHLY_SIMULATED if is_rough else _MOST_SIMULATED
-    job = job.simulated(shares[-1] // kv.token_bytes(case.outline.dtype) // sum(job.longest), most)
-    simulations = Simulations(job.prompt_lens, job.new_tokens, case.outline.spec.common_window)
-    kv_bytes = shares if stated.kv_cache_memory is None else [stated.kv_cache_memory]
-    sizes: Sequence[int] = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
-    counts = usual_counts if stated.max_sequences is None else [stated.max_sequences]
-    if is_rough:
-        kv_bytes, sizes = kv_bytes[1::2] or kv_bytes, list(sizes[1::2]) or sizes
-    # The best number of tokens depends on the memory left for weights, so both are tried together.
-    usual = replace(stated, max_sequences=stated.max_sequences or usual_counts[1])
-    tried = [replace(usual, tokens_per_pass=size, kv_cache_memory=nbytes) for nbytes in kv_bytes for size in sizes]
-    found = _fastest(case, tried, job, simulations)
-    if is_rough:
-        return found
-    return _fastest(case, [replace(found.batching, max_sequences=count) for count in counts], job, simulations)
 
+    case: Case
+    batching: Batching
+    budget: BatchingBudget
+    plan: Plan
+    estimator: JobEstimator
 
-def _fastest(case: Case, choices: Sequence[Batching], job: Job, simulations: Simulations) -> JobPlan:
-    """Return the fastest plan that fits. Raises PlanError if none does."""
-    found: list[JobPlan] = []
-    failures: list[PlanError] = []
-    for batching in choices:
-        try:
-            found.append(plan_sizes(case, batching, job, simulations))
-        except PlanError as failure:
-            failures.append(failure)
-    if not found:
-        raise failures[0]
-    return min(found, key=lambda planned: planned.seconds)
+    @classmethod
+    def of(cls, case: Case, batching: Batching, job: Job, window: int | None) -> "SizedJob":
+        """Place the weights beside the cache and the activations. Raises PlanError if they do not fit."""
+        outline, machine, settings = case.outline, case.machine, replace(case.settings, batching=batching)
+        free_bytes, most = machine.device_memory_bytes, sum(job.longest)
+        budget = find_budget(outline.spec, outline.dtype, outline.blocks, settings, machine.limits, free_bytes, most)
+        plan = case.place(case.limits_beside(budget.footprint.dequantizing(outline.plain_blocks)))
+        clock = case.clock(plan, is_fused=bool(settings.for_batches(on_cuda=machine.limits.on_cuda).kernel_inject))
+        token_bytes = outline.spec.kv.token_bytes(budget.kv_dtype)
+        if settings.offload.nvme_path is not None and clock.disk_spares_time(token_bytes):
+            budget = replace(budget, swaps_to_disk=True)
+        latency_s = batching.max_token_latency_s
+        return cls(case, batching, budget, plan, JobEstimator(budget, window, token_bytes, clock.pass_time, latency_s))
+
+    def estimate(self, job: Job) -> float:
+        """Return roughly the seconds of a batch, without simulating it: of equal passes, and of those at the end."""
+        budget, num_rows = self.budget, min(job.num_rows, ROWS_TOGETHER)
+        prompt, new = fmean(job.prompt_lens), fmean(job.new_tokens)
+        pages = sum(map(self._pages, job.prompt_lens, job.new_tokens)) / len(job.prompt_lens)
+        together = max(min(budget.num_pages / pages, budget.max_sequences, num_rows), 1.0)
+        whole = num_rows * (prompt + new)
+        most_tokens = self.estimator.most_tokens
+        num_tokens = min(most_tokens, together * (prompt / new + 1))
+        if together == num_rows:  # they all begin at once
+            num_tokens = min(most_tokens, whole)
+        running = min(num_tokens / (prompt / new + 1), together)
+        last = max(job.new_tokens) if budget.order == "arrival" else new
+        # While the last sequences end, nothing begins: half as many run on average.
+        num_equal = max(whole - running * last / 2, 0) / num_tokens
+        return num_equal * self._pass_s(num_tokens, running, prompt + new / 2) + last * self._pass_s(
+            running / 2, running / 2, prompt + new / 2
+        )
+
+    def _pages(self, prompt_len: int, new_tokens: int) -> int:
+        return -(-(prompt_len + new_tokens) // self.budget.page_size)
+
+    def _pass_s(self, num_tokens: float, num_rows: float, num_context: float) -> float:
+        tokens, rows = max(round(num_tokens), 1), max(round(num_rows), 1)
+        pairs = round((tokens - rows) * num_context / 2) if tokens > rows else 0
+        return self.estimator.of_passes([PassSize(tokens, rows, round(rows * num_context) + tokens, 0, pairs)]).seconds
+
+    def simulate(self, job: Job, simulations: Simulations, most_s: float = math.inf) -> JobPlan:
+        """Return the plan with the predicted seconds of a sample's passes.
+
+        Raises:
+            PlanError: a sequence does not fit the cache even alone; or the job certainly takes more than ``most_s``.
+        """
+        estimator, num_batches = self.estimator, job.num_rows / min(job.num_rows, ROWS_TOGETHER)
+        most_passes = most_s / num_batches / self._pass_s(1, 1, 1)
+        simulated = estimator.of_passes(simulations.under(self.budget, estimator.order, most_passes))
+        seconds = simulated.seconds * num_batches
+        return JobPlan(
+            self.case, self.batching, self.budget, self.plan, job, simulated, seconds, simulations, estimator
+        )
 
 
 def plan_sizes(case: Case, batching: Batching, job: Job, simulations: Simulations) -> JobPlan:
     """Plan a job with the sizes in ``batching``. Raises PlanError if it does not fit."""
-    outline, machine, settings = case.outline, case.machine, replace(case.settings, batching=batching)
-    free_bytes, most_tokens = machine.device_memory_bytes, sum(job.longest)
-    budget = find_budget(outline.spec, outline.dtype, outline.blocks, settings, machine.limits, free_bytes, most_tokens)
-    plan = case.place(case.limits_beside(budget.footprint.dequantizing(outline.plain_blocks)))
-    clock = case.clock(plan, is_fused=bool(settings.for_batches(on_cuda=machine.limits.on_cuda).kernel_inject))
-    token_bytes = outline.spec.kv.token_bytes(budget.kv_dtype)
-    if settings.offload.nvme_path is not None and clock.disk_spares_time(token_bytes):
-        budget = replace(budget, swaps_to_disk=True)
-    latency_s = batching.max_token_latency_s
-    estimator = JobEstimator(budget, simulations.window, token_bytes, clock.pass_time, latency_s)
-    simulated = estimator.of_passes(simulations.under(budget, estimator.order))
-    seconds = _whole_seconds(job, simulated, is_hosted=budget.is_hosted)
-    return JobPlan(case, batching, budget, plan, job, simulated, seconds, simulations, estimator)
-
-
-def _whole_seconds(job: Job, simulated: JobPrediction, *, is_hosted: bool) -> float:
-    """Extrapolate the seconds of all rows, at the pace of the simulation's steady middle.
-
-    If pages in host memory hold so many sequences that there is no steady middle, use the average pace instead.
-    """
-    count = len(job.prompt_lens)
-    row_s = simulated.steady_s_per_token * simulated.num_passes * simulated.tokens_per_pass / count
-    if is_hosted and count < _FEWEST_TURNS * simulated.most_together:
-        row_s = simulated.seconds / count
-
-    def seconds_of(num_rows: int) -> float:
-        if num_rows <= count:
-            return simulated.seconds * num_rows / count
-        return simulated.seconds + (num_rows - count) * row_s
-
-    whole, rest = divmod(job.num_rows, ROWS_TOGETHER)
-    return whole * seconds_of(ROWS_TOGETHER) + seconds_of(rest)
+    return SizedJob.of(case, batching, job, simulations.window).simulate(job, simulations)

@@ -178,7 +178,7 @@ def find_budget(
         num_pages=num_pages,
         page_size=page_size,
         kv_dtype=kv_dtype,
-        order=stated.admission_order,
+        order="arrival" if stated.admission_order == "auto" else stated.admission_order,
         lends=not hosted and (limits.on_cuda or stated.kv_cache_memory is not None),
         footprint=Footprint(device_kv_bytes, activation_bytes, device_kv_bytes, kv_bytes if hosted else 0),
     )

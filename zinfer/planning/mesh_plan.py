@@ -7,7 +7,8 @@ from typing import Any, Final
 from rich.table import Table
 
 from zinfer.errors import PlanError
-from zinfer.planning.job_plan import Job, JobPlan, plan_job
+from zinfer.planning.job_plan import Job, JobPlan
+from zinfer.planning.job_search import plan_job
 from zinfer.planning.largest_part import is_predicted, num_devices
 from zinfer.planning.memory import Footprint, Request
 from zinfer.planning.plan import BatchPlan, Case, plan_batch

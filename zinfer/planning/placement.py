@@ -155,12 +155,12 @@ class _Planner:
         return Home(Tier.HOST, index in host.pinned) if index in host.hosted else Home(Tier.DISK)
 
     def _choose_resident(self) -> frozenset[int]:
-        needed: list[int] = []
-        for resident in self._resident_choices():
-            needed.append(self._device_bytes(resident, self._whole(resident)))
-            if needed[-1] <= self._budget:
+        choices, budget = self._resident_choices(), self._budget
+        for nbytes, resident in choices:
+            if nbytes <= budget and self._device_bytes(resident, self._whole(resident)) <= budget:
                 return resident
-        raise self._too_little_device_memory(self._budget, min(needed))
+        needed = min(self._device_bytes(resident, self._whole(resident)) for _, resident in choices)
+        raise self._too_little_device_memory(budget, needed)
 
     def _choose_whole(self, resident: frozenset[int]) -> frozenset[int]:
         """Return the resident blocks that every rank has as a whole: besides those outside the layers, what fits."""
@@ -196,8 +196,8 @@ class _Planner:
             f"({human_bytes(needed)}) are needed; {', or '.join(remedies)}"
         )
 
-    def _resident_choices(self) -> list[frozenset[int]]:
-        """Return the candidate sets of resident blocks, largest first."""
+    def _resident_choices(self) -> list[tuple[int, frozenset[int]]]:
+        """Return the candidate sets of resident blocks with their bytes, largest first."""
         enclosing = [block.index for block in self.blocks if block.encloses]
         outer = sorted(
             set(range(len(self.blocks))) - self.layers - set(enclosing), key=lambda index: self.blocks[index].nbytes
@@ -209,7 +209,8 @@ class _Planner:
             for num_outer in range(len(outer), -1, -1)
             for num_layers in range(most_layers, -1, -1)
         ]
-        return sorted(choices, key=lambda resident: -self._bytes_of(resident, self._whole(resident)))
+        sized = [(self._bytes_of(resident, self._whole(resident)), resident) for resident in choices]
+        return sorted(sized, key=lambda choice: -choice[0])
 
     def _device_bytes(self, resident: frozenset[int], whole: frozenset[int]) -> int:
         in_slots = [self._whole_bytes[index] for index in self._in_slots(whole)]
@@ -218,6 +219,8 @@ class _Planner:
         return max(slots, self._converting_bytes) + self._bytes_of(resident, whole)
 
     def _bytes_of(self, resident: frozenset[int], whole: frozenset[int]) -> int:
+        if whole is resident:
+            return sum(map(self._whole_bytes.__getitem__, resident))
         return sum((self._whole_bytes if index in whole else self._range_bytes)[index] for index in resident)
 
     def _in_slots(self, whole: frozenset[int]) -> list[int]:

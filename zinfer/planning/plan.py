@@ -1,6 +1,7 @@
 """Plan one batch: from a model, a machine and a configuration to homes, memory and seconds. Pure."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
@@ -10,7 +11,7 @@ from zinfer.offload.partition import Partition
 from zinfer.planning.memory import Footprint, Request, beside_request, find_footprint, weight_budget
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.planning.presets import Machine
-from zinfer.planning.step_time import PassClock, Prediction, find_work
+from zinfer.planning.step_time import BlockWork, PassClock, Prediction, find_work
 from zinfer.probe.limits import MachineLimits
 from zinfer.ranks.mesh import ALONE, Mesh
 from zinfer.units import human_bytes
@@ -48,8 +49,14 @@ class Case:
 
     def clock(self, plan: Plan, *, is_fused: bool = False) -> PassClock:
         """Return the clock that predicts passes under a plan; ``is_fused`` as in `ModelSpec`."""
-        work = find_work(self.outline.blocks, replace(self.outline.spec, is_fused=is_fused))
-        return PassClock(plan, work, self.machine.rates, reduced_bytes=self._reduced_bytes)
+        if is_fused not in self._work:
+            self._work[is_fused] = find_work(self.outline.blocks, replace(self.outline.spec, is_fused=is_fused))
+        return PassClock(plan, self._work[is_fused], self.machine.rates, reduced_bytes=self._reduced_bytes)
+
+    @cached_property
+    def _work(self) -> dict[bool, tuple[BlockWork, ...]]:
+        """The work of a pass by ``is_fused``, for many plans of one case."""
+        return {}
 
     @property
     def _reduced_bytes(self) -> int:

@@ -159,12 +159,13 @@ def find_preset(name: str, settings: Settings, stated: StatedMachine = AS_IT_IS)
     return replace(machine, limits=machine.limits.stated(settings.memory))
 
 
-def this_machine(settings: Settings, files: Sequence[Path]) -> Machine:
+def this_machine(settings: Settings, files: Sequence[Path] | None) -> Machine:
     """Return this machine, with rates from a recorded `zinfer probe`, or from a quick measurement.
 
     Args:
         settings: uses the device and budgets.
-        files: files of the checkpoint, on the disk to measure; if empty, a recorded probe is required.
+        files: files of the checkpoint, on the disk to measure; if empty, a recorded probe is required. None: the disk
+            counts as infinitely fast.
 
     Raises:
         ConfigError: CUDA is requested but missing, or the speed of the disk is unknown.

@@ -4,13 +4,14 @@ Shared prefixes and sequences that end early make a job shorter; neither is simu
 """
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Final
 
-from zinfer.errors import ConfigError
+from zinfer.errors import ConfigError, PlanError
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.step_time import PassTime, speed
 from zinfer.scheduling.latency_target import LatencyTarget
@@ -33,7 +34,6 @@ class JobPrediction:
         tokens_per_pass: average number of tokens computed per pass.
         tokens_per_s: new tokens per second.
         bottleneck: the resource that limits most passes.
-        steady_s_per_token: seconds per token in the middle of the job, with running sequences of all ages.
         most_together: maximum number of sequences that one pass gave a token.
         busy_s: seconds of work of each resource in all passes, by the names of `PassTime.terms`.
     """
@@ -43,7 +43,6 @@ class JobPrediction:
     tokens_per_pass: float
     tokens_per_s: float
     bottleneck: str
-    steady_s_per_token: float
     most_together: int
     busy_s: Mapping[str, float]
 
@@ -126,7 +125,6 @@ class JobEstimator:
             tokens_per_pass=num_tokens / len(sizes),
             tokens_per_s=num_new / seconds,
             bottleneck=max(set(names), key=names.count),
-            steady_s_per_token=_steady(times),
             most_together=max(size.num_samples for size in sizes),
             busy_s={name: sum(each.terms[name] for each in times) for name in times[0].terms},
         )
@@ -156,25 +154,13 @@ class JobEstimator:
         return min(num_before + size.num_samples * page_size // 2, self.budget.num_pages * page_size)
 
 
-def _steady(times: Sequence[PassTime]) -> float:
-    """Return the seconds per token between 60 % and 90 % of the tokens: after the first sequences have ended, and
-    before the last ones begin."""
-    num_tokens, done = sum(each.num_tokens for each in times), 0
-    middle = []
-    for each in times:
-        if 0.6 * num_tokens <= done <= 0.9 * num_tokens:
-            middle.append(each)
-        done += each.num_tokens
-    several = middle or times
-    return sum(each.seconds for each in several) / sum(each.num_tokens for each in several)
-
-
 def simulate(
     prompt_lens: Sequence[int],
     new_tokens: Sequence[int],
     budget: BatchingBudget,
     window: int | None = None,
     order: PassOrder = USUAL,
+    most_passes: float = math.inf,
 ) -> list[PassSize]:
     """Schedule the passes of a job.
 
@@ -184,14 +170,15 @@ def simulate(
         budget: budget of pages and tokens.
         window: as for `Scheduler`.
         order: of every pass.
+        most_passes: more are not of interest.
 
     Raises:
-        PlanError: a sequence does not fit the cache even alone.
+        PlanError: a sequence does not fit the cache even alone, or there are too many passes.
     """
     # Prompts share no prefix, and hashing pages takes most of the time, so try without prefix sharing. But a preempted
     # sequence may find its own pages when it resumes: then simulate again with sharing.
-    passes = _passes(prompt_lens, new_tokens, budget, window, order, shares=False)
-    return passes or _passes(prompt_lens, new_tokens, budget, window, order, shares=True)
+    passes = _passes(prompt_lens, new_tokens, budget, window, order, most_passes, shares=False)
+    return passes or _passes(prompt_lens, new_tokens, budget, window, order, most_passes, shares=True)
 
 
 def _passes(
@@ -200,6 +187,7 @@ def _passes(
     budget: BatchingBudget,
     window: int | None,
     order: PassOrder,
+    most_passes: float,
     *,
     shares: bool,
 ) -> list[PassSize]:
@@ -207,11 +195,13 @@ def _passes(
     scheduler = budget.scheduler(window)
     for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):
         scheduler.add(TokenSequence(number, (number, *[0] * (prompt_len - 1)), count, shares=shares))
-    sizes = []
+    sizes: list[PassSize] = []
     under_way: deque[Pass] = deque()
     while (coming := scheduler.schedule(order)) is not None or under_way:
         if scheduler.has_preempted and not shares:
             return []
+        if len(sizes) > most_passes:
+            raise PlanError(f"more than {most_passes:,.0f} passes")
         if coming is not None:
             sizes.append(coming.size)
             scheduler.advance(coming)
@@ -226,27 +216,56 @@ def _passes(
 class Simulations:
     """Simulates one job under several budgets, and reuses results.
 
-    If no pass reaches its token limit, a larger limit gives the same passes.
+    A sample of every n-th row is simulated in an n-th of the cache, the sequences and the tokens of a pass, and its
+    passes are n times as large: they are those of all rows. If no pass reaches its token limit, a larger limit gives
+    the same passes.
 
     Args:
         prompt_lens, new_tokens, window: as for `simulate`; ``window`` is also an attribute.
+        scale: rows for each row of the sample, 1 or more.
     """
 
-    def __init__(self, prompt_lens: Sequence[int], new_tokens: Sequence[int], window: int | None) -> None:
+    def __init__(
+        self, prompt_lens: Sequence[int], new_tokens: Sequence[int], window: int | None, scale: float = 1.0
+    ) -> None:
         self._prompt_lens = prompt_lens
         self._new_tokens = new_tokens
+        self._scale = scale
+        self._longest = max(map(sum, zip(prompt_lens, new_tokens, strict=True)))
         self.window = window
         # Passes with their token limit, by everything else that affects passes.
         self._found: dict[tuple[object, ...], list[tuple[int, list[PassSize]]]] = {}
 
-    def under(self, budget: BatchingBudget, order: PassOrder = USUAL) -> list[PassSize]:
+    def under(
+        self, budget: BatchingBudget, order: PassOrder = USUAL, most_passes: float = math.inf
+    ) -> list[PassSize]:
         """Return the passes under a budget, all by one order; raises like `simulate`."""
+        budget = self._part_of(budget)
+        if order.most_tokens is not None:
+            order = PassOrder(max(round(order.most_tokens / self._scale), 1))
         pages = (budget.num_pages, budget.page_size, budget.most_swapped_pages)
         found = self._found.setdefault((*pages, budget.max_sequences, budget.order, budget.lends, order), [])
         limit = budget.tokens_per_pass
         for other, passes in found:
             if limit == other or max(size.num_tokens for size in passes) < other < limit:
-                return passes
-        passes = simulate(self._prompt_lens, self._new_tokens, budget, self.window, order)
+                return self._whole(passes)
+        passes = simulate(self._prompt_lens, self._new_tokens, budget, self.window, order, most_passes)
         found.append((limit, passes))
-        return passes
+        return self._whole(passes)
+
+    def _part_of(self, budget: BatchingBudget) -> BatchingBudget:
+        """Return the part of a budget for the sample; a sequence that fits alone still does."""
+        if self._scale == 1:
+            return budget
+        alone = min(-(-self._longest // budget.page_size) + 1, budget.num_pages)
+        return replace(
+            budget,
+            num_pages=max(int(budget.num_pages / self._scale), alone),
+            max_sequences=max(round(budget.max_sequences / self._scale), 1),
+            tokens_per_pass=max(round(budget.tokens_per_pass / self._scale), 1),
+        )
+
+    def _whole(self, passes: list[PassSize]) -> list[PassSize]:
+        if self._scale == 1:
+            return passes
+        return [PassSize(*(round(number * self._scale) for number in size)) for size in passes]

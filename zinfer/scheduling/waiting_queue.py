@@ -13,13 +13,13 @@ from typing import Literal
 from zinfer.scheduling.sequence import Sequence, SequenceState
 
 Order = Literal["arrival", "longest_first"]
-_Entry = tuple[int, int, int, int, Sequence]
+_Entry = tuple[int, int, tuple[int, int], int, Sequence]
 
 
 class _Owner:
     """The sequences of one owner that wait, in the background or not, and its clock.
 
-    Longest first holds within a generation, so that short prompts do not starve while long ones keep arriving.
+    Longest first holds within a generation, so that short sequences do not starve while long ones keep arriving.
     Sequences added before the first one of a generation left the queue belong to that generation, later ones to the
     next. So a sequence is overtaken only by sequences of its own generation. A batch that is added before the first
     pass is one generation.
@@ -44,9 +44,10 @@ class _Owner:
 
 
 class WaitingQueue:
-    """Sequences by background, priority and owner; an owner's by arrival, or longest prompt first with ties by arrival.
+    """Sequences by background, priority and owner; an owner's by arrival, or longest first with ties by arrival.
 
-    See [Note: turns].
+    The longest has the most new tokens at most, each of which takes a pass; of two with as many, it has the longer
+    prompt. So few passes are left to a few sequences at the end. For owners see [Note: turns].
     """
 
     def __init__(self, order: Order) -> None:
@@ -60,8 +61,9 @@ class WaitingQueue:
         owner = self._owners.setdefault(name, _Owner(self._clock))
         if owner.is_idle:
             owner.clock = max(owner.clock, self._clock)
-        length = len(sequence.prompt_ids) if self._order == "longest_first" else 0
-        entry = sequence.precedence.priority, owner.generation, -length, sequence.number, sequence
+        by_length = self._order == "longest_first"
+        length = (-sequence.max_new_tokens, -len(sequence.prompt_ids)) if by_length else (0, 0)
+        entry = sequence.precedence.priority, owner.generation, length, sequence.number, sequence
         heapq.heappush(owner.heaps[sequence.is_background], entry)
 
     def first(self) -> Sequence | None:
