@@ -39,6 +39,7 @@ def stated(**sizes: Any) -> Any:
     return replace(SETTINGS, batching=replace(Batching(), **sizes))
 
 
+@pytest.mark.slow
 def test_no_other_memory_or_tokens_are_faster_than_those_that_were_chosen(folder: Path) -> None:
     outline, machine = outline_of(folder), machine_with(2_000_000_000, 10**10)
     planned = plan_job(Case(outline, machine, SETTINGS), JOB)

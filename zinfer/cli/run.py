@@ -33,6 +33,9 @@ def run(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes that share the model; by default one per GPU.")
     ] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Allow an INT8 KV cache where that is predicted to be faster.")
+    ] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
 ) -> None:
     """Complete every row of a JSONL file. Run the command again to resume after an interruption.
@@ -74,6 +77,7 @@ def run(
             report=report,
             task=task.value,
             pooling=pooling.value,
+            fast=fast,
             console=Console(stderr=True) if is_shown else None,
         )
     if is_shown:

@@ -24,6 +24,7 @@ from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
 from zinfer.jobs.bench_request import BenchRequest
 from zinfer.jobs.bench_result import BenchResult
 from zinfer.jobs.comparison import BATCH_SIZE, Compared, check_room, compare
+from zinfer.jobs.job_sizes import choose_sizes
 from zinfer.jobs.memory_cap import held_beyond
 from zinfer.jobs.progress import Load, Meter
 from zinfer.jobs.rivals import Task, is_installed
@@ -33,6 +34,7 @@ from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.outline import is_known_model, made_up_model
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
+from zinfer.planning.job_plan import Job
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import all_values, join_group
 from zinfer.ranks.mesh import Mesh
@@ -56,7 +58,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
         RankError: another rank failed.
     """
     keys = request.keys()
-    settings = resolve_settings(request.config, keys, swaps=True)
+    settings = resolve_settings(request.config, keys, swaps=True, is_job=True)
     group = join_group(choose_device(settings).type)
     mesh = Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])
     place, members = (group.rank, mesh.ranks_along("zero", group.rank)) if group else (0, (0,))
@@ -73,7 +75,10 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
         with held_beyond(request.memory_cap, settings) as held:
             meter.begin("loading")
             weights, begin_s = RandomWeights(folder, request.experts, partition), time.perf_counter()
-            with _open(request, checkpoint, keys, weights) as llm:
+            job = Job(len(prompts) * mesh.size, [*map(len, prompts)], [request.new_tokens] * len(prompts))
+            hosts = len(set(group.hosts)) if group else 1
+            sizes = choose_sizes(checkpoint.folder, settings, job, meter.note, mesh, hosts)
+            with _open(request, checkpoint, keys | sizes, weights) as llm:
                 start_s = time.perf_counter() - begin_s
                 found = _measure(request, llm, weights, prompts, meter, start_s, held)
             if group is not None:

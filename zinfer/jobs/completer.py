@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 from typing import Any, Final, TypeAlias
 
 from zinfer.batching.llm import LLM
 from zinfer.config.settings import Batching
+from zinfer.jobs.job_sizes import SWAPS, Sizes
 from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.records import Encoding
@@ -22,7 +23,6 @@ Answer: TypeAlias = tuple[Completion, ...] | Encoding
 _MOST_SIMULATED: Final = 1024
 _MOST_BATCH_S: Final = 600.0
 _LEAST_PACE: Final = 0.9
-_SWAPS: Final = "swaps_to_disk"
 
 
 class Completer(ABC):
@@ -39,7 +39,7 @@ class Completer(ABC):
     def __init__(self, stats: Callable[[], RunStats], close: Callable[[], None]) -> None:
         self.stats, self.close = stats, close
         self.predicted_s = 0.0
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, int | str] = {}
         self._load = Load()
 
     def load(self) -> Load:
@@ -70,26 +70,26 @@ class RaggedCompleter(Completer):
 
     Args:
         stated: sizes set in the configuration.
-        kept: ``sizes`` of the completer that began the job, used for sizes the configuration does not set.
+        kept: sizes that were planned, or those of the completer that began the job; stated ones come first.
         checksums: updated with the weights as they are read.
     """
 
-    def __init__(
-        self, request: JobRequest, stated: Batching, kept: Mapping[str, int], checksums: TensorChecksums | None
-    ) -> None:
+    def __init__(self, request: JobRequest, stated: Batching, kept: Sizes, checksums: TensorChecksums | None) -> None:
         options: dict[str, Any] = {
-            name: size for name, size in kept.items() if name != _SWAPS and getattr(stated, name) is None
+            name: size for name, size in kept.items() if name != SWAPS and getattr(stated, name) in (None, "auto")
         }
         if request.trace is not None:
             options["trace"] = str(request.trace)
         # Swapping or recomputing preempted sequences changes the passes, so keep the first run's choice.
-        swaps = _SWAPS in kept if kept else None
+        swaps = SWAPS in kept if kept else None
         self._llm = LLM(
             request.model, request.config, device=request.device, swaps_to_disk=swaps, checksums=checksums, **options
         )
         super().__init__(self._llm.stats, self._llm.close)
         budget = self._llm.batching
-        self.sizes = {_SWAPS: 1} if budget.swaps_to_disk else {}
+        self.sizes = {name: size for name, size in options.items() if isinstance(size, str) and name in kept}
+        if budget.swaps_to_disk:
+            self.sizes[SWAPS] = 1
         self.sizes |= {
             "tokens_per_pass": budget.tokens_per_pass,
             "max_sequences": budget.max_sequences,

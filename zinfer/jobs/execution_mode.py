@@ -19,6 +19,7 @@ from zinfer.errors import ConfigError, JobError, PlanError
 from zinfer.jobs.arrangement import with_mesh
 from zinfer.jobs.completer import Answer, Completer, RaggedCompleter
 from zinfer.jobs.encoder import TOKENS_PER_PASS, Encoder, EncodingCompleter, encoder_reserve, find_pad_token_id
+from zinfer.jobs.job_sizes import Sizes
 from zinfer.jobs.padded import PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
@@ -126,9 +127,12 @@ class ExecutionMode:
         stated = {name: value for name, value in asdict(settings.batching).items() if value is not None}
         return found | {"batching": "continuous"} | stated
 
-    def load(
-        self, prompts: Sequence[Prompt], sizes: Mapping[str, int], parallel: Mapping[str, int] | None = None
-    ) -> Completer:
+    @property
+    def is_batched(self) -> bool:
+        """Whether rows are completed by continuous batching."""
+        return not (self._encodes or self._is_padded)
+
+    def load(self, prompts: Sequence[Prompt], sizes: Sizes, parallel: Mapping[str, int] | None = None) -> Completer:
         """Return the completer; the first call loads the model and plans memory for these prompts.
 
         Args:
@@ -199,9 +203,9 @@ class ExecutionMode:
             if self.completer is not None:
                 self.completer.close()
 
-    def _open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int]) -> Completer:
+    def _open(self, prompts: Sequence[Prompt], sizes: Sizes) -> Completer:
         request, checksums = self._request, self._weights.checksums if self._weights is not None else None
-        if not self._encodes and not self._is_padded:
+        if self.is_batched:
             return RaggedCompleter(request, self._settings.batching, sizes, checksums)
         options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
         if self._is_padded and self._plans_room:

@@ -24,6 +24,7 @@ from zinfer.jobs.arrangement import choose_mesh
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
+from zinfer.jobs.job_sizes import Sizes, choose_sizes, sample_job
 from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, RowWriter
@@ -42,7 +43,7 @@ from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import join_group
-from zinfer.ranks.mesh import Mesh
+from zinfer.ranks.mesh import ALONE, Mesh
 from zinfer.ranks.open_models import failing_together
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tokenizer
 from zinfer.store.saved_parts import open_for_rank
@@ -63,6 +64,7 @@ def run_job(
     report: PathLike | None = None,
     task: str = "generate",
     pooling: str = "mean",
+    fast: bool = False,
     console: Console | None = None,
 ) -> JobSummary:
     """Complete every row of `input` into `output`; resumes an earlier run of the same job.
@@ -89,6 +91,7 @@ def run_job(
         task: "generate", "embed" (one unit vector per row, from the encoder) or "classify" (a label, and the scores of
             all labels). For the last two, rows may have only a prompt and an id.
         pooling: for "embed": "mean" over the tokens, or "cls", the first token.
+        fast: choose an INT8 KV cache where that is predicted to be faster, as ``zinfer.optimize`` "speed".
         console: where to show progress; None shows nothing.
 
     Raises:
@@ -108,9 +111,11 @@ def run_job(
         report=None if report is None else Path(report),
         task=Task(task),
         pooling=Pooling(pooling),
+        fast=fast,
     )
     request.check()
-    settings = resolve_settings(request.config, {"device": request.device}, swaps=request.generates)
+    keys = {"device": request.device, **({"optimize": "speed"} if request.fast else {})}
+    settings = resolve_settings(request.config, keys, swaps=request.generates, is_job=request.generates)
     group = join_group(choose_device(settings).type)
     Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])  # before anything is loaded
     with failing_together():
@@ -255,16 +260,25 @@ class _Job:
 
     def _load(self, prompts: Sequence[Prompt]) -> Completer:
         """Return the completer. All ranks load the model for the first batch at the same time."""
-        mode, sizes, peers = self._mode, self._manifest.sizes, self._peers
-        if mode.completer is not None or peers is None:
-            return mode.load(prompts, sizes)
-        mesh = choose_mesh(self._request, self._settings, prompts, self._index.num_rows, peers.hosts, self._meter.note)
+        mode, peers, say = self._mode, self._peers, self._meter.note
+        if mode.completer is not None:
+            return mode.completer
+        if peers is None:
+            return mode.load(prompts, self._manifest.sizes or self._choose_sizes(prompts))
+        mesh = choose_mesh(self._request, self._settings, prompts, self._index.num_rows, peers.hosts, say)
+        sizes = self._manifest.sizes or self._choose_sizes(prompts, mesh, len(set(peers.hosts)))
         peers.open(prompts, sizes, mesh)
         mode.num_shares = mesh.num_shares
         completer = mode.load(prompts, sizes, mesh.stated)
         peers.wait_ready(completer.sizes)
         self._meter.load = lambda: completer.load().with_ranks(peers.loads())
         return completer
+
+    def _choose_sizes(self, prompts: Sequence[Prompt], mesh: Mesh = ALONE, num_hosts: int = 1) -> Sizes:
+        if not self._mode.is_batched:
+            return {}
+        job, folder = sample_job(prompts, self._index.num_rows), self._checkpoint.folder
+        return choose_sizes(folder, self._settings, job, self._meter.note, mesh, num_hosts)
 
     def _finish(self, batch: Batch, out: OutputFile, records: Records, source: BatchSource) -> None:
         """Compute a batch if needed, and write its missing rows. The other ranks begin with the first one computed."""

@@ -40,7 +40,7 @@ class Manifest:
     settings: dict[str, str | int]
     versions: dict[str, str]
     began: datetime
-    sizes: dict[str, PositiveInt] = field(default_factory=dict)
+    sizes: dict[str, PositiveInt | str] = field(default_factory=dict)
     model_name: str = ""
     weights: dict[str, WeightsFile] = field(default_factory=dict)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from zinfer.jobs.completer import Answer
+from zinfer.jobs.job_sizes import Sizes
 from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.summary import JobSummary
@@ -24,7 +25,7 @@ class Open:
     """From rank 0: load the model, planned for the first prompts; arguments as for `ExecutionMode.load`."""
 
     prompts: tuple[Prompt, ...]
-    sizes: Mapping[str, int]
+    sizes: Sizes
     parallel: Mapping[str, int]
 
 
@@ -32,7 +33,7 @@ class Open:
 class Ready:
     """From a rank: its model is loaded, with these sizes of its own."""
 
-    sizes: Mapping[str, int]
+    sizes: Sizes
 
 
 @dataclass(frozen=True)

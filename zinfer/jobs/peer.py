@@ -6,6 +6,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
+from zinfer.jobs.job_sizes import Sizes
 from zinfer.jobs.messages import Hello, Left
 from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Prompt
@@ -26,7 +27,7 @@ class Peer:
     def __init__(self, rank: int, host: str, link: Connection) -> None:
         self.rank, self.name, self.link = rank, f"rank {rank} on {host}", link
         self.hello: Hello | None = None
-        self.sizes: Mapping[str, int] | None = None
+        self.sizes: Sizes | None = None
         self.load = Load()
         self.prompts: tuple[Prompt, ...] = ()
         self.missing: Mapping[int, int] = {}

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from zinfer.errors import JobError, RankError
 from zinfer.jobs.completer import Answer
+from zinfer.jobs.job_sizes import Sizes
 from zinfer.jobs.messages import Answered, Begin, Cause, End, Ended, Failed, Finished, Hello, Idle, Open, Ready, Work
 from zinfer.jobs.peer import Peer
 from zinfer.jobs.progress import Load
@@ -82,7 +83,7 @@ class Peers:
                 theirs, ours = name_values(peer.hello.versions), name_values(versions)
                 raise UnusableInput(f"{peer.name} runs {theirs}, rank 0 {ours}; install the same on all hosts")
 
-    def open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int], mesh: Mesh) -> None:
+    def open(self, prompts: Sequence[Prompt], sizes: Sizes, mesh: Mesh) -> None:
         """Let all ranks load the model, while this one does."""
         first_of = {peer.rank: mesh.ranks_in_step(peer.rank)[0] for peer in self._peers}
         self._leaders = [peer for peer in self._peers if first_of[peer.rank] == peer.rank]
@@ -94,7 +95,7 @@ class Peers:
         for peer in self._peers:
             self._send(peer, Open(tuple(prompts), dict(sizes), mesh.stated))
 
-    def wait_ready(self, sizes: Mapping[str, int]) -> None:
+    def wait_ready(self, sizes: Sizes) -> None:
         """Wait until all ranks have loaded the model.
 
         Raises:

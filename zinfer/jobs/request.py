@@ -52,6 +52,7 @@ class JobRequest:
     report: Path | None
     task: Task = Task.GENERATE
     pooling: Pooling = Pooling.MEAN
+    fast: bool = False
 
     @property
     def generates(self) -> bool:

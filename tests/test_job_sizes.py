@@ -1,0 +1,106 @@
+"""A job on a GPU plans its sizes, says which, and keeps them; here a made-up GPU is planned for, and the CPU runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs_support import letters_model, prompt_rows, read_rows, write_rows
+from plan_support import SMALL_LLAMA, machine_with, rates, write_config
+
+import zinfer
+from zinfer.config import resolve_settings
+from zinfer.jobs import job_sizes, run_job
+from zinfer.jobs.job_sizes import choose_sizes
+from zinfer.jobs.manifest import read_manifest
+from zinfer.jobs.request import manifest_path
+from zinfer.planning.job_plan import Job
+from zinfer.planning.presets import Machine
+from zinfer.ranks.mesh import Mesh
+
+NUM_ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return letters_model(tmp_path_factory.mktemp("model"), num_layers=4)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A small GPU with a slow link."""
+    found = machine_with(1_000_000_000, 10**10, rates(link_bytes_per_s=1e8))
+    monkeypatch.setattr(job_sizes, "this_machine", lambda settings, files: found)
+    monkeypatch.setattr(job_sizes, "find_limits", lambda settings: found.limits)
+    return found
+
+
+def run(model: Path, folder: Path, **options: Any) -> tuple[list[str], dict[str, Any], list[dict[str, Any]]]:
+    """The notes of a job, the sizes in its manifest, and its rows."""
+    rows = folder / "in.jsonl"
+    if not rows.exists():
+        several = [(row["id"], row["prompt"]) for row in prompt_rows(NUM_ROWS)]
+        given = [{"id": name, "prompt": text, "max_new_tokens": 1 + int(name[4:]) % 9} for name, text in several]
+        write_rows(rows, given)
+    summary = run_job(model, rows, folder / "out.jsonl", device="cpu", **options)
+    manifest = read_manifest(manifest_path(folder / "out.jsonl"))
+    assert manifest is not None
+    return list(summary.notes), dict(manifest.sizes), read_rows(folder / "out.jsonl")
+
+
+def test_a_job_runs_with_the_sizes_it_planned_and_goes_on_with_them(
+    model: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, sizes, rows = run(model, tmp_path)
+    assert len(rows) == NUM_ROWS
+    (line,) = (note for note in notes if note.startswith("plan: "))
+    assert f"passes of {sizes['tokens_per_pass']:,} tokens, {sizes['max_sequences']:,} sequences" in line
+    assert "; next best, " in line
+    monkeypatch.setattr(job_sizes, "plan_forms", None)  # not planned again, whatever the machine is now
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:9]))
+    notes, again, resumed = run(model, tmp_path)
+    assert (again, resumed) == (sizes, rows)
+    assert not any(note.startswith("plan: ") for note in notes)
+
+
+def test_only_speed_that_is_asked_for_quantizes_the_cache(tmp_path: Path, machine: Machine) -> None:
+    """And what is stated stays: it is in no plan."""
+    folder, job, said = write_config(tmp_path, SMALL_LLAMA), Job(200, [100, 300, 500], [8, 16, 32]), []
+    careful = choose_sizes(folder, resolve_settings(), job, said.append)
+    fast = choose_sizes(folder, resolve_settings({"zinfer": {"optimize": "speed"}}), job, said.append)
+    assert "kv_cache_dtype" not in careful
+    assert fast["kv_cache_dtype"] == "int8"
+    assert " in INT8" in said[1]
+    config = {"zinfer": {"tokens_per_pass": 77, "kv_cache_memory": "20MB", "kv_cache_dtype": "fp8"}}
+    stated = choose_sizes(folder, resolve_settings(config), job, said.append)
+    assert stated.keys() <= {"max_sequences", "admission_order"}
+    assert said[2].startswith("plan: passes of 77 tokens")
+
+
+def test_a_small_job_runs_with_a_cache_of_another_dtype(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """As an LLM does that is told the same sizes."""
+    sizes = {"tokens_per_pass": 64, "max_sequences": 9, "kv_cache_memory": 500_000, "kv_page_size": 16}
+    sizes |= {"kv_cache_dtype": "int8", "kv_cache_tier": "host", "admission_order": "longest_first"}
+    monkeypatch.setattr("zinfer.jobs.job.choose_sizes", lambda *_: sizes)
+    _, kept, rows = run(model, tmp_path)
+    assert kept == sizes | {"kv_cache_memory": kept["kv_cache_memory"]}
+    with zinfer.LLM(model, device="cpu", **sizes) as llm:
+        given = [json.loads(line) for line in (tmp_path / "in.jsonl").read_text().splitlines()]
+        params = [zinfer.SamplingParams(max_new_tokens=row["max_new_tokens"]) for row in given]
+        found = llm.generate([row["prompt"] for row in given], params)
+    texts = {row["id"]: row["text"] for row in rows}
+    assert [texts[row["id"]] for row in given] == [each.text for each in found]
+
+
+def test_ranks_that_divide_layers_are_not_planned(model: Path, machine: Machine) -> None:
+    job = Job(100, [12], [20])
+    assert choose_sizes(model, resolve_settings(), job, print, Mesh(tensor=2)) == {}
+    assert choose_sizes(model, resolve_settings(), job, print, Mesh(zero=2))
+
+
+def test_nothing_that_fits_is_said(model: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_sizes, "this_machine", lambda settings, files: machine_with(1_000_000, 10**10))
+    said: list[str] = []
+    assert choose_sizes(model, resolve_settings(), Job(100, [12], [20]), said.append) == {}
+    assert said[0].startswith("the usual sizes, since no plan was found: ")

@@ -1,0 +1,103 @@
+"""The sizes of a job's passes and KV cache that its configuration leaves open, chosen by the planner. On a GPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from zinfer.config import Settings
+from zinfer.errors import ConfigError, PlanError
+from zinfer.jobs.prompts import Prompt
+from zinfer.jobs.request import PathLike
+from zinfer.model.outline import read_outline
+from zinfer.planning.job_plan import Job, JobPlan
+from zinfer.planning.job_search import plan_forms
+from zinfer.planning.mesh_plan import of_mesh
+from zinfer.planning.plan import Case
+from zinfer.planning.presets import this_machine
+from zinfer.probe.card import read_card
+from zinfer.probe.findings import recall
+from zinfer.probe.limits import find_limits
+from zinfer.ranks.mesh import ALONE, Mesh
+from zinfer.units import duration, human_bytes
+
+Sizes: TypeAlias = Mapping[str, int | str]
+"""Keys of the section `zinfer` that a job keeps in its manifest, because its rows' bytes depend on them."""
+SWAPS: Final = "swaps_to_disk"
+"""Beside those keys: whether preempted sequences are swapped to disk."""
+_MOST_PLANNED_ROWS: Final = 512
+
+
+def choose_sizes(
+    model: PathLike,
+    settings: Settings,
+    job: Job,
+    say: Callable[[str], object],
+    mesh: Mesh = ALONE,
+    num_hosts: int = 1,
+) -> dict[str, int | str]:
+    """Return the sizes with which the job is predicted to be the fastest; none on a CPU, where one memory holds all.
+
+    What is stated is left out. There are none for ranks that divide layers or the model either: their part of the
+    memory is not planned. Where nothing is predicted to fit, that is said.
+
+    Args:
+        model: a checkpoint folder, one with config.json alone, or the name of a published model. Without files the disk
+            is as `zinfer probe` found it, or counts as infinitely fast.
+        settings: of the job.
+        job: all rows, by a sample of at least one.
+        say: called with what was chosen, and with the next best.
+        mesh: how the ranks are arranged.
+        num_hosts: that they are on.
+    """
+    if mesh.num_dividing > 1 or mesh.pipeline > 1 or not find_limits(settings).on_cuda:
+        return {}
+    outline = read_outline(model, settings.dtype, settings.quantization)
+    is_probed = recall(read_card("cuda")) is not None
+    machine = this_machine(settings, outline.files if outline.files or is_probed else None)
+    try:
+        plans = plan_forms(of_mesh(Case(outline, machine, settings), mesh, num_hosts), job.part(mesh.size))
+    except (PlanError, ConfigError) as error:
+        say(f"the usual sizes, since no plan was found: {error}")
+        return {}
+    say(told(plans))
+    best, stated = plans[0], settings.batching
+    found: dict[str, int | str] = {
+        name: size for name, size in best.keys().items() if getattr(stated, name) in (None, "auto")
+    }
+    if best.budget.swaps_to_disk:
+        found[SWAPS] = 1
+    return found
+
+
+def sample_job(prompts: Sequence[Prompt], num_rows: int) -> Job:
+    """Return the job whose rows are as these prompts, one at least; each of several samples of a row is a row."""
+    several = [prompt for prompt in prompts[:_MOST_PLANNED_ROWS] for _ in range(prompt.params.n)]
+    samples = len(several) / min(len(prompts), _MOST_PLANNED_ROWS)
+    lengths = [len(each.token_ids) for each in several]
+    return Job(round(num_rows * samples), lengths, [each.max_new_tokens for each in several])
+
+
+def told(plans: Sequence[JobPlan]) -> str:
+    """Return one line on the best plan and the next best."""
+    best, *others = plans
+    line = f"plan: {_words(best)}: {duration(best.seconds)}"
+    if not others:
+        return line
+    return f"{line}; next best, {_words(others[0], best)}: {duration(others[0].seconds)}"
+
+
+def _words(planned: JobPlan, other: JobPlan | None = None) -> str:
+    """Return the sizes of a plan, those alone that differ from another's."""
+    parts = [_parts(each) for each in (planned, other) if each is not None]
+    return ", ".join(part for place, part in enumerate(parts[0]) if len(parts) == 1 or part != parts[1][place])
+
+
+def _parts(planned: JobPlan) -> tuple[str, str, str, str]:
+    budget, where = planned.budget, "host memory" if planned.budget.is_hosted else "GPU memory"
+    form = f" in {planned.batching.kv_cache_dtype.upper()}" if planned.batching.kv_cache_dtype != "auto" else ""
+    order = "longest rows first" if budget.order == "longest_first" else "rows in their order"
+    return (
+        f"passes of {budget.tokens_per_pass:,} tokens",
+        f"{budget.max_sequences:,} sequences",
+        f"{human_bytes(budget.kv_bytes)} of {where} for the KV cache{form}",
+        order,
+    )
