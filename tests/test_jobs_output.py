@@ -168,7 +168,7 @@ def test_a_file_that_was_never_begun_leaves_nothing(path: Path) -> None:
         (
             b'{"kind": "zinfer batch job", "version": 2, "model": {}, "input": {}, "settings": {}, "versions": {},'
             b' "began": "2026-01-02T03:04:05", "sizes": {"kv_page_size": 1.5}}',
-            "is damaged: sizes.kv_page_size must be a valid integer, not 1.5",
+            "is damaged: sizes.kv_page_size: must be a positive whole number or a word, not 1.5",
         ),
         (
             b'{"kind": "zinfer batch job", "version": 2, "model": {}, "input": {}, "settings": {}, "versions": {},'

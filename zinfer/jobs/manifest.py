@@ -7,9 +7,9 @@ chose; those set by the user are compared.
 from dataclasses import field
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import ConfigDict, PositiveInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from zinfer.errors import JobError
@@ -19,6 +19,13 @@ from zinfer.requests.field_errors import field_error
 
 KIND: Final = "zinfer batch job"
 VERSION: Final = 2
+
+
+def _size(value: object) -> int | str:
+    """Check a size: a number, or the word for a dtype, a place or an order."""
+    if isinstance(value, str) or (type(value) is int and value > 0):
+        return value
+    raise ValueError(f"must be a positive whole number or a word, not {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
@@ -40,7 +47,7 @@ class Manifest:
     settings: dict[str, str | int]
     versions: dict[str, str]
     began: datetime
-    sizes: dict[str, PositiveInt | str] = field(default_factory=dict)
+    sizes: dict[str, Annotated[int | str, PlainValidator(_size)]] = field(default_factory=dict)
     model_name: str = ""
     weights: dict[str, WeightsFile] = field(default_factory=dict)
 
