@@ -120,7 +120,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_talk(server: Server, llm: LLM) -> Non
 
 def test_a_refused_question_is_told_and_the_talk_goes_on(server: Server, llm: LLM) -> None:
     child = spawn("--url", server.url, "--api-key", KEY, *GREEDY)
-    command(child, "a" * 150, "the model's positions[^;]*; shorten it")
+    command(child, "a" * 150, "model's positions[^;]*; shorten it")
     assert ask(child, "hello") == said(llm, ("user", "hello"))
     child.close(force=True)
 

@@ -129,7 +129,7 @@ def test_pages_in_host_memory_are_pinned(folder: Path) -> None:
     config = {"zero_optimization": {"offload_param": {"pin_memory": False}}, "zinfer": {"kv_cache_tier": "host"}}
     with pytest.raises(ConfigError, match=r'kv_cache_tier = "host" contradicts .*pin_memory = false: .* pinned memory'):
         resolve_settings(config)
-    with pytest.raises(ConfigError, match='one of "device", "host"'):
+    with pytest.raises(ConfigError, match='one of "auto", "device", "host"'):
         resolve_settings(kwargs={"kv_cache_tier": "disk"})
 
 

@@ -30,7 +30,7 @@ def outline(name: str, tmp_path_factory: pytest.TempPathFactory) -> Outline:
     return outline_of(write_config(tmp_path_factory.mktemp(name), CONFIGS[name]))
 
 
-@pytest.fixture(scope="module", params=PRESETS)
+@pytest.fixture(scope="module", params=("a6000", "h200"))
 def preset(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -126,7 +126,7 @@ def test_too_long_sequences_are_refused(tmp_path: Path) -> None:
 
 
 def test_presets_refuse_what_they_do_not_know() -> None:
-    with pytest.raises(ConfigError, match=r"--machine h20: no such preset; there are a6000, h200"):
+    with pytest.raises(ConfigError, match=r"--machine h20: no such preset; did you mean .*h200"):
         find_preset("h20", Settings())
     with pytest.raises(ConfigError, match=r'zinfer\.device is "cpu"'):
         find_preset("h200", Settings(device="cpu"))

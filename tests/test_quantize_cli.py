@@ -136,7 +136,7 @@ def test_options_become_the_stores_settings(small: Path, tmp_path: Path) -> None
     assert "ratio" in result.stdout
     members = document(tmp_path / "store")
     wanted = {"bits": 4, "group_size": 32, "symmetric": False, "is_float": False, "group_rows": 1}
-    flags = {"scales_columns": False, "orders_columns": False, "in_fragments": False}
+    flags = {"scales_columns": False, "orders_columns": False, "picks_columns": False, "in_fragments": False}
     assert formats_of(tmp_path / "store") == [wanted | flags]
     kinds = {name.split(".", 3)[3] for name in members["parameters"]}
     assert kinds == {"mlp.gate_proj.weight", "mlp.up_proj.weight", "self_attn.q_proj.weight"}
