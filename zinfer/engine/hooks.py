@@ -42,6 +42,8 @@ class StreamingHooks:
         cuts: splits graphs at streamed blocks; nothing is streamed during capture.
         lock: held while the model runs.
         check: called before each pass; raises if it cannot be computed.
+        agree: called with a block's name before `state_dict()` copies it; raises if other ranks, whose parts that
+            needs, do not copy it too.
 
     Attributes:
         passes: forwards of the model so far.
@@ -58,9 +60,10 @@ class StreamingHooks:
         cuts: GraphSplits | None = None,
         lock: AbstractContextManager[bool] | None = None,
         check: Callable[[], None] | None = None,
+        agree: Callable[[str], None] | None = None,
     ) -> None:
         self._model = model
-        self._check = check
+        self._check, self._agree = check, agree
         self._lock = lock or threading.RLock()
         self._cuts = cuts
         self._blocks = blocks
@@ -164,6 +167,8 @@ class StreamingHooks:
                 f"{human_bytes(needed_bytes)}, and {human_bytes(free_bytes)} are free. Call state_dict() of one layer "
                 "at a time, and drop each"
             )
+        if self._agree is not None:
+            self._agree(block.block.name)
         begin_s = time.perf_counter()
         try:
             held = self._streamer.wait(block.block)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zinfer.config import Aio, Settings
+from zinfer.engine.agreement import check_agreement
 from zinfer.engine.hooks import Forward, StreamingHooks, make_placeholders
 from zinfer.engine.rank_service import RankService
 from zinfer.errors import ConfigError
@@ -130,7 +131,8 @@ class Runtime:
                     self._gathers = GatherLane(self._sharing, open_stream())
                 self._streamer = owned.enter_context(closing(self._open_streamer(streamed, settings.synchronous)))
             check = None if ranks is None else ranks.check
-            self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer, wrap, cuts, lock, check)
+            resident, agree = self._homes.resident, self._agree_to_read(ranks, model)
+            self._hooks = StreamingHooks(model, blocks, resident, self._streamer, wrap, cuts, lock, check, agree)
             owned.callback(self._hooks.remove)
             if self._sharing is not None and self._streamer is not None:
                 assert lock is not None, "the model's lock keeps its calls and the other ranks' uses apart"
@@ -143,6 +145,13 @@ class Runtime:
         uses = [(sources[block.block.index], len(block.sites)) for block in blocks if block.block.index in sources]
         self._wire_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses)
         self._disk_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses if source.tier is Tier.DISK)
+
+    def _agree_to_read(self, ranks: ModelRanks | None, model: nn.Module) -> Callable[[str], None] | None:
+        """Return what compares the blocks that ranks read which both divide and share layers; None for others."""
+        if ranks is None or self._sharing is None or ranks.mesh.num_dividing == 1:
+            return None
+        device = self._lanes[Tier.HOST].stream.device
+        return lambda name: check_agreement(ranks, f"state_dict of {name}", (), {}, model, device)
 
     def _fill_homes(self, blocks: Sequence[ModelBlock], checksums: TensorChecksums | None) -> Homes:
         by_index = {block.block.index: block for block in blocks}
