@@ -38,16 +38,26 @@ def test_a_killed_replica_fails_its_requests_and_comes_back(server: Server) -> N
     victim = server.replica_ids()[0]
     found: list[object] = []
 
-    def ask() -> None:
-        try:
-            found.append(client.completions.create(**LONG).choices[0].text)
-        except openai.APIStatusError as error:
-            found.append((error.status_code, str(error)))
+    has_begun = [threading.Event() for _ in range(4)]
 
-    askers = [threading.Thread(target=ask) for _ in range(8)]
+    def ask(number: int) -> None:
+        """A request whose answer has begun is not given to the other replica."""
+        try:
+            if number < len(has_begun):
+                text = ""
+                for chunk in client.completions.create(**LONG, stream=True):
+                    text += chunk.choices[0].text
+                    has_begun[number].set()
+                found.append(text)
+            else:
+                found.append(client.completions.create(**LONG).choices[0].text)
+        except openai.APIError as error:
+            found.append((getattr(error, "status_code", 503), str(error)))
+
+    askers = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for asker in askers:
         asker.start()
-    time.sleep(0.3)
+    assert all(each.wait(60) for each in has_begun)
     os.kill(victim, signal.SIGKILL)
     for asker in askers:
         asker.join(60)
