@@ -181,9 +181,9 @@ class _Job:
             self._choose_batch_size()
         responses = OpenAIResponses(self._manifest.began, self._manifest.model_name, self._tokenizer)
         cutter = BatchCutter(self._reader, states, mode.batch_size)
-        with closing(RowWriter(out, meter.add_finished)) as writer, closing(prefetch_iter(cutter)) as batches:
+        batches = BatchSource(prefetch_iter(cutter))
+        with closing(RowWriter(out, meter.add_finished)) as writer, closing(batches) as source:
             records = Records(responses, writer.put, states)
-            source = BatchSource(batches)
             while (batch := source.next()) is not None:
                 self._finish(batch, out, records, source)
             if self._peers is not None:

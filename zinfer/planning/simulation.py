@@ -236,9 +236,7 @@ class Simulations:
         # Passes with their token limit, by everything else that affects passes.
         self._found: dict[tuple[object, ...], list[tuple[int, list[PassSize]]]] = {}
 
-    def under(
-        self, budget: BatchingBudget, order: PassOrder = USUAL, most_passes: float = math.inf
-    ) -> list[PassSize]:
+    def under(self, budget: BatchingBudget, order: PassOrder = USUAL, most_passes: float = math.inf) -> list[PassSize]:
         """Return the passes under a budget, all by one order; raises like `simulate`."""
         budget = self._part_of(budget)
         if order.most_tokens is not None:
