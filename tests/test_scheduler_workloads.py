@@ -329,6 +329,20 @@ def dict_of(chunks: list[tuple[int, int, int]]) -> dict[int, tuple[int, int]]:
     return {number: (begin, end) for number, begin, end in chunks}
 
 
+@pytest.mark.parametrize("ends", [(1, -1, -2, 3, 1, 1), (1, 1, 1, 2, -3)], ids=["a pass without chunks", "a prefix"])
+def test_two_sets_make_room_for_a_prompt(ends: tuple[int, ...]) -> None:
+    """All pages are for a prompt that arrives while texts of one token run, some of them (negative) in the background.
+
+    Once the pass that swaps a text out has no chunks; once the pages of a shared prefix make the rest too few.
+    """
+    texts = [Row(0, 0, 1, 0, 40, abs(end), 0, None, is_background=end < 0) for end in ends]
+    workload = Workload(
+        [*texts, Row(0, 128, 1, 0, 1, 1, 5, None)], Room(1, 0, 125, 20, None, "arrival", None), num_sets=2
+    )
+    workload.run()
+    assert workload.engine.num_swapped_out > 0
+
+
 @pytest.mark.parametrize("num_sets", [2, 3, 4])
 def test_sets_share_the_sequences_evenly(num_sets: int) -> None:
     """Rows that arrive at once are spread over the sets, and stay so while they generate."""

@@ -72,6 +72,7 @@ class Scheduler:
         self._running = Running()
         self._last_number = -1
         self._in_flight: Pass | None = None
+        self._unpassed: list[tuple[Sequence, tuple[int, ...]]] = []  # swapped out by a pass without chunks
         self._workload = Workload(pool.page_size, shares=window is None)
         self._num_lent = 0
         self._sets = PassSets(num_sets, self._workload, max_sequences)
@@ -142,7 +143,7 @@ class Scheduler:
     def schedule(self, order: PassOrder = USUAL) -> Pass | None:
         """Return the next pass, with at least one chunk; None if there is nothing to do."""
         assert self._in_flight is None, "the pass before was not followed by advance"
-        new_pass = Pass(self._num_lent)
+        new_pass, self._unpassed = Pass(self._num_lent, swapped_out=self._unpassed), []
         self._num_lent = self.num_spare_pages
         self._allocator.is_short = False
         num_pages = max(self.pool.num_pages - self._allocator.most_reserved, 1)
@@ -156,11 +157,16 @@ class Scheduler:
             sequence = self._next()
             if sequence is None or self._sets.waits(sequence) or (gave_way and sequence.is_background):
                 break
-            if not self._admit(sequence, num_left, new_pass):
+            while not (is_admitted := self._admit(sequence, num_left, new_pass)):
+                if not self._preempt_for(sequence, new_pass):
+                    break
+                gave_way = True
+            if not is_admitted:
                 break
             num_left -= new_pass.chunks.ends[-1] - new_pass.chunks.begins[-1]
         if not new_pass.chunks:
             if any(map(self._sets.waits, (*self._running, *self._preempted))):
+                self._unpassed = new_pass.swapped_out
                 return None
             assert not self._running, "no running sequence goes on"
             assert sequence is None, "nothing runs, and yet nothing is admitted"
@@ -253,6 +259,7 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence) -> None:
         """Remove a sequence from its queue and free its pages."""
+        self._unpassed = [each for each in self._unpassed if each[0] is not sequence]
         self._preempted.remove(sequence)
         self._running.remove(sequence)
         self.pool.release(sequence)
@@ -281,6 +288,19 @@ class Scheduler:
                 break
             self._preempt(last, new_pass)
         return claims, len(running) < num_running
+
+    def _preempt_for(self, sequence: Sequence, new_pass: Pass) -> bool:
+        """Preempt the last background sequence, if it has no chunk in this pass, for one that got too few pages.
+
+        Its claims do not count the pages of the prefix cache that it shares, which are free until then.
+        """
+        last = self._running.last
+        if last is None or not last.is_background or sequence.is_background:
+            return False
+        if any(each is last for each in new_pass.chunks.sequences):
+            return False
+        self._preempt(last, new_pass)
+        return True
 
     def _schedule_running(
         self, new_pass: Pass, num_pages: int, most_rows: int, claims: Claims, budget: int, order: PassOrder
