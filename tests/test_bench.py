@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from zinfer.cli import app
-from zinfer.config import resolve_settings
+from zinfer.config import Settings, resolve_settings
 from zinfer.engine import random_weights
 from zinfer.engine.random_weights import random_bytes, write_random
 from zinfer.engine.routing import skew_routers, skewed_choice
@@ -281,3 +281,19 @@ def test_what_was_held_is_said(tmp_path: Path) -> None:
     document = bench_document(found)
     assert document["held_bytes"] == document["context_bytes"] == 0
     assert "held" not in list(bench_table(found).columns[0].cells)
+
+
+@pytest.mark.parametrize("stated", [None, "auto", "ngram"])
+def test_texts_of_random_weights_are_not_guessed_unless_asked_for(
+    stated: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def opens(settings: Settings, *others: object) -> None:
+        asked.append(settings.batching.speculate)
+
+    monkeypatch.setattr("zinfer.batching.llm.open_speculation", opens)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = {} if stated is None else {"zinfer": {"speculate": stated}}
+    run_bench(BenchRequest(str(tmp_path), 2, rows=1, prompt_len=4, device="cpu", config=config))
+    assert asked == ["ngram" if stated == "ngram" else "off"]
