@@ -26,7 +26,7 @@ from zinfer.jobs.bench_result import BenchResult
 from zinfer.jobs.comparison import BATCH_SIZE, Compared, check_room, compare
 from zinfer.jobs.job_sizes import choose_sizes
 from zinfer.jobs.memory_cap import held_beyond
-from zinfer.jobs.progress import Load, Meter
+from zinfer.jobs.progress import Forecast, Load, Meter
 from zinfer.jobs.rivals import Task, is_installed
 from zinfer.jobs.token_rows import read_token_rows
 from zinfer.model.context_length import read_limits
@@ -180,10 +180,12 @@ def _measure(
     predicted = llm.predict(lengths, request.new_tokens)
     meter.note(f"predicted: {predicted}")
     meter.num_rows = len(prompts)
+    meter.expect(Forecast(f"{predicted}", predicted.tokens_per_s, predicted.seconds, predicted.num_passes), len(prompts))
     meter.load = lambda: Load(
         llm.num_passes, llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_swapped_pages
     )
     meter.begin("running")
+    meter.begin_batch(len(prompts), len(prompts))
     num_new, begin_s = _generate(llm, prompts, request.new_tokens, meter), meter.running_since_s
     assert begin_s is not None
     seconds = time.monotonic() - begin_s
