@@ -70,6 +70,18 @@ def test_a_job_with_failed_rows_exits_3(model: Path, output: Path, tmp_path: Pat
         assert re.search(rf"1 done, {failed} +│", result.stdout)
 
 
+def test_the_summary_is_a_line_of_json(model: Path, prompts: Path, output: Path) -> None:
+    result = zinfer_run(model, prompts, output, "--json")
+    said = json.loads(result.stdout)
+    assert (said["command"], said["num_rows"], said["num_done"], said["num_failed"]) == ("run", 6, 6, 0)
+    assert list(said["phase_s"]) == ["starting", "checking", "planning", "loading"]
+    assert all(seconds > 0 for seconds in said["phase_s"].values())
+    assert sum(list(said["phase_s"].values())[1:]) < said["wall_s"], "which is of the job, without its start"
+    assert said["ranks"][0]["passes"] > 0
+    again = json.loads(zinfer_run(model, prompts, output, "--json").stdout)
+    assert (again["num_skipped"], again["ranks"]) == (6, [])
+
+
 def test_the_summary_says_why_rows_failed(model: Path, output: Path, tmp_path: Path) -> None:
     deep = '{"prompt": ' + "[" * 99 + "]" * 99 + "}"
     unusable = [{"prompt_token_ids": [10**6]}, {"prompt": "a" * 9999}, {"prompt": 5}, deep]

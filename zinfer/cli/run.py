@@ -1,8 +1,12 @@
 """`zinfer run`: run a batch job."""
 
+import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import typer
 from rich.console import Console
 
@@ -37,6 +41,7 @@ def run(
         bool, typer.Option("--fast", help="Allow an INT8 KV cache where that is predicted to be faster.")
     ] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON line on stdout instead of the table.")] = False,
 ) -> None:
     """Complete every row of a JSONL file. Run the command again to resume after an interruption.
 
@@ -61,9 +66,10 @@ def run(
             launch(num_ranks, lambda: kept_message(output))
         with importing():
             from zinfer.jobs.job import run_job
-            from zinfer.jobs.summary import summary_table
+            from zinfer.jobs.summary import job_document, summary_table
 
         is_shown = own_rank() == 0
+        starting_s = time.time() - psutil.Process().create_time()
         summary = run_job(
             str(model),
             input,
@@ -80,7 +86,10 @@ def run(
             fast=fast,
             console=Console(stderr=True) if is_shown else None,
         )
-    if is_shown:
+    if is_shown and as_json:
+        phase_s = {"starting": starting_s, **summary.phase_s}
+        print(json.dumps(job_document(replace(summary, phase_s=phase_s))))
+    elif is_shown:
         Console().print(summary_table(summary))
     raise typer.Exit(summary.exit_code)
 

@@ -180,7 +180,8 @@ def _measure(
     predicted = llm.predict(lengths, request.new_tokens)
     meter.note(f"predicted: {predicted}")
     meter.num_rows = len(prompts)
-    meter.expect(Forecast(f"{predicted}", predicted.tokens_per_s, predicted.seconds, predicted.num_passes), len(prompts))
+    forecast = Forecast(f"{predicted}", predicted.tokens_per_s, predicted.seconds, predicted.num_passes)
+    meter.expect(forecast, len(prompts))
     meter.load = lambda: Load(
         llm.num_passes, llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_swapped_pages
     )

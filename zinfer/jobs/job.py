@@ -263,6 +263,7 @@ class _Job:
         mode, peers, say = self._mode, self._peers, self._meter.note
         if mode.completer is not None:
             return mode.completer
+        self._meter.begin("planning")
         if peers is None:
             return mode.load(prompts, self._manifest.sizes or self._choose_sizes(prompts))
         mesh = choose_mesh(self._request, self._settings, prompts, self._index.num_rows, peers.hosts, say)
@@ -331,6 +332,7 @@ class _Job:
             predicted_tokens_per_s=meter.predicted_tokens_per_s,
             other_ranks=() if self._peers is None else self._peers.stats(),
             num_in_step=1 if self._peers is None else self._peers.num_in_step,
+            phase_s={phase: seconds for phase, seconds in meter.phase_s.items() if phase != "running"},
         )
 
     def _write_report(self, summary: JobSummary) -> None:

@@ -68,6 +68,7 @@ class Meter(Progress):
 
     Attributes:
         phase: "running", or an earlier phase.
+        phase_s: seconds of each phase so far, but for the current one.
         num_finished: rows in the output, including ``num_skipped`` from before this run.
         load: returns the counters of this run's passes.
         predicted_tokens_per_s, predicted_row_s: predicted new tokens per second and seconds per row; 0 if unknown.
@@ -75,11 +76,11 @@ class Meter(Progress):
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__(console)
-        self.phase = "checking"
+        self.phase, self.phase_s = "checking", dict[str, float]()
         self.num_rows = self.num_finished = self.num_skipped = 0
         self.load: Callable[[], Load] = Load
         self.predicted_tokens_per_s = self.predicted_row_s = self._predicted_row_passes = 0.0
-        self.started_s = time.monotonic()
+        self.started_s = self._phase_since_s = time.monotonic()
         self.running_since_s: float | None = None
         self._lately = deque([(self.started_s, 0)], maxlen=_LATELY)
         self._earlier_rows = self._batch_missing = 0  # rows of this run: in earlier batches, and in the current one
@@ -97,9 +98,11 @@ class Meter(Progress):
 
     def begin(self, phase: str) -> None:
         """Enter a phase; the clock of tokens/s starts with the first "running"."""
-        self.phase = phase
+        now_s = time.monotonic()
+        self.phase_s[self.phase] = self.phase_s.get(self.phase, 0.0) + now_s - self._phase_since_s
+        self.phase, self._phase_since_s = phase, now_s
         if phase == "running" and self.running_since_s is None:
-            self.running_since_s = time.monotonic()
+            self.running_since_s = now_s
 
     def begin_batch(self, num_missing: int, num_rows: int) -> None:
         """Begin a batch of ``num_rows`` rows, of which the output lacks ``num_missing``."""

@@ -1,8 +1,8 @@
 """The summary of a finished job, as a value and as a table."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 from rich.table import Table
 
@@ -33,6 +33,7 @@ class JobSummary:
         predicted_tokens_per_s: new tokens per second predicted for the first batch; 0: unknown.
         other_ranks: stats of ranks 1, 2 and so on, if several shared the job; ``stats`` are rank 0's.
         num_in_step: how many ranks make each pass together.
+        phase_s: seconds of the phases before the first pass: "checking", "planning" and "loading".
     """
 
     num_rows: int
@@ -53,6 +54,7 @@ class JobSummary:
     predicted_tokens_per_s: float = 0.0
     other_ranks: tuple[RunStats, ...] = ()
     num_in_step: int = 1
+    phase_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -63,6 +65,14 @@ class JobSummary:
     def exit_code(self) -> int:
         """0 if all rows are done, 3 if some failed."""
         return 3 if self.num_failed else 0
+
+
+def job_document(summary: JobSummary) -> dict[str, Any]:
+    """Return the summary for `zinfer run --json`: seconds, bytes and counts, and the counters of each rank."""
+    document = {name: value for name, value in vars(summary).items() if name not in ("stats", "other_ranks")}
+    stats = [] if summary.stats is None else [summary.stats, *summary.other_ranks]
+    ranks = [asdict(each) for each in stats]
+    return {"command": "run", **document, "tokens_per_s": summary.tokens_per_s, "ranks": ranks}
 
 
 def summary_table(summary: JobSummary) -> Table:
