@@ -25,7 +25,7 @@ def exchanged(rank: int, size: int) -> list[str]:
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
     ranks = ModelRanks(group, device, Mesh(tensor=size))
-    parts = ranks.communicator("tensor")
+    parts = ranks.communicator(("tensor",))
     assert isinstance(parts, PeerCommunicator)
     wrong = []
     for num in SIZES:

@@ -290,7 +290,7 @@ def test_words_of_older_transformers_for_experts() -> None:
     }
     with torch.device("meta"):
         model = MixtralForCausalLM(config)
-    plan = find_plan(model, Shard(0, 2, "expert"))
+    plan = find_plan(model, Shard(0, 2, 2))
     assert {path: plan[path] for path in plan if path.startswith("mlp.")} == {
         "mlp.gate": "replicated",
         "mlp.experts.gate_up_proj": "grouped_gemm",

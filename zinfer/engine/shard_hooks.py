@@ -6,7 +6,7 @@ forward, which is the same on all ranks as long as their inputs are.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.heads import Heads
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.ranks.group import RankGroup
-from zinfer.ranks.mesh import Mesh
+from zinfer.ranks.mesh import DIVIDING, Mesh
 from zinfer.ranks.model_ranks import ModelRanks
 
 # Arguments of attention modules that may hold values for each head: ALiBi, and masks that it is added to.
@@ -32,8 +32,7 @@ def find_shard(mesh: Mesh, group: RankGroup | None) -> Shard | None:
     """Return this rank's place among those that divide each layer; None if the mesh divides none."""
     if group is None or mesh.num_dividing == 1:
         return None
-    mode: Literal["expert", "tensor"] = "expert" if mesh.expert > 1 else "tensor"
-    return Shard(mesh.coordinates(group.rank)[mode], mesh.num_dividing, mode)
+    return Shard(mesh.ranks_in(DIVIDING, group.rank).index(group.rank), mesh.num_dividing, mesh.expert)
 
 
 class ShardHooks:
@@ -47,7 +46,7 @@ class ShardHooks:
 
     def __init__(self, model: nn.Module, sharding: Sharding, ranks: ModelRanks) -> None:
         self._sharding, self._shard = sharding, sharding.shard
-        self._others = ranks.communicator(self._shard.mode)
+        self._others = ranks.communicator(DIVIDING)
         self._patches = ModulePatches()
         self._handles: list[RemovableHandle] = []
         layers, find = sharding.layers, model.get_submodule

@@ -20,14 +20,16 @@ def check_groups(mesh: Mesh, rank: int, settings: Settings) -> None:
     if experts.alike is not None and experts.alike.ranks != alike:
         raise ConfigError(
             f"moe.ep_mp_group has the ranks {list(experts.alike.ranks)}, but the ranks {list(alike)} have the experts "
-            f"of rank {rank}; make a group of every {mesh.expert}th rank, or remove the key"
+            f"of rank {rank}; make such groups, or remove the key"
         )
 
 
 def _check(mesh: Mesh, mode: Mode, rank: int, stated: Sequence[int], told: tuple[str, str, str]) -> None:
     own, (key, what, size_key) = mesh.ranks_along(mode, rank), told
     if own != tuple(stated):
+        step = own[1] - own[0] if len(own) > 1 else 1
+        way = "follow one another" if step == 1 else f"are {step} apart, the size of tensor_parallel.tp_size"
         raise ConfigError(
             f"{key} has the ranks {list(stated)}, but rank {rank} divides {what} with the ranks {list(own)}: those of "
-            f"a group follow one another; make groups of {mesh.sizes[mode]} successive ranks, or give {size_key}"
+            f"a group {way}; make groups of {mesh.sizes[mode]} such ranks, or give {size_key}"
         )

@@ -25,8 +25,9 @@ def check_num_experts(model: nn.Module, num_experts: int | None) -> None:
 
 def check_ranks(num_experts: int, shard: Shard, holder: str) -> None:
     """Raise ConfigError if more ranks are to divide experts than there are; ``holder`` names what has them."""
-    if num_experts < shard.size:
+    groups = shard.by_number
+    if num_experts < groups.size:
         raise ConfigError(
-            f"{shard.key} (ep_size) = {shard.size} is more than the {num_experts} experts of {holder}; divide them "
+            f"{groups.key} (ep_size) = {groups.size} is more than the {num_experts} experts of {holder}; divide them "
             f"among {num_experts} ranks at most, and let further ones be replicas (zinfer.parallel.replicas)"
         )

@@ -64,7 +64,7 @@ def measure_ranks(ranks: ModelRanks, device: torch.device, sizes: Sizes) -> Rank
         RankError: a rank failed.
     """
     num_ranks, num_hosts = ranks.partition.size, len(set(ranks.group.hosts))
-    sums = ranks.communicator("zero")
+    sums = ranks.communicator(("zero",))
     nbytes = min(ranks.exchange(sizes.link_bytes))
     slab = ranks.allocate(ranks.partition.gathered_bytes(nbytes))  # as slots are
     summed = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)

@@ -2,13 +2,13 @@
 
 [Note: how ranks are laid out]
 Each mode divides something: replicas the rows, pipeline the layers, zero the bytes of each slab, expert a layer's
-experts, tensor the matrices. Modes multiply: a mesh of 2 replicas and 4 ZeRO ranks has 8 ranks, of which 0 to 3 share
-one copy of the model and 4 to 7 the other. A rank is a number whose digits are its coordinates, in the order of
-`MODES`, the last one varying fastest. Launchers number the ranks of a host one after the other, so the modes that
+experts by number, tensor the matrices. Modes multiply: a mesh of 2 replicas and 4 ZeRO ranks has 8 ranks, of which 0
+to 3 share one copy of the model and 4 to 7 the other. A rank is a number whose digits are its coordinates, in the order
+of `MODES`, the last one varying fastest. Launchers number the ranks of a host one after the other, so the modes that
 exchange the most bytes, at the end, stay within a host, where links are fast, and replicas, which exchange none, cross
 hosts.
 
-The sub-groups of a mode are the ranks that differ in that coordinate alone. `groups_along` lists them in one order for
+The sub-groups of modes are the ranks that differ in their coordinates alone. `groups_in` lists them in one order for
 all processes, because torch makes communicators collectively. A failure of any rank ends the whole job, whatever its
 sub-groups: `zinfer.ranks.model_ranks` beats and listens for all ranks of the mesh.
 """
@@ -38,9 +38,9 @@ class Mesh:
         replicas: groups of ranks that each have a whole model and their own rows.
         pipeline: stages, each with its part of the layers.
         zero: ranks that share each slab's bytes and gather it for compute, with rows of their own.
-        expert: ranks with some of each layer's experts, whole, and their part of the other matrices, computing the same
-            rows.
-        tensor: ranks with their part of each matrix, experts' too, computing the same rows.
+        expert: ranks with some of each layer's experts, and their part of the other matrices, computing the same rows.
+        tensor: ranks with their part of each matrix, experts' too, computing the same rows. Beside `expert` it divides
+            each expert, and all ranks of both divide the other matrices.
     """
 
     replicas: int = 1
@@ -70,9 +70,11 @@ class Mesh:
             mesh = replace(mesh, replicas=max(1, len(hosts) // mesh.size))
         mesh.check(len(hosts))
         if not mesh.is_available:
+            nearest = replace(mesh, pipeline=1, zero=mesh.zero * mesh.pipeline)
             raise ConfigError(
-                f"zinfer.parallel = {json.dumps(mesh.stated)} is not available yet: only one of pipeline, expert and "
-                "tensor can be above 1; set the others to 1, with zero or replicas in their place"
+                f"zinfer.parallel = {json.dumps(mesh.stated)} is not available yet: stages cannot divide layers; state "
+                f"{json.dumps(nearest.stated)}, in which ranks share the bytes of what they divide, or leave out all "
+                "but pipeline and zero"
             )
         return mesh
 
@@ -97,7 +99,7 @@ class Mesh:
     @property
     def is_available(self) -> bool:
         """Whether runs can use all its modes."""
-        return self.size // (self.replicas * self.zero) in (self.pipeline, self.expert, self.tensor)
+        return self.pipeline == 1 or self.num_dividing == 1
 
     @property
     def num_dividing(self) -> int:
@@ -153,10 +155,11 @@ class Mesh:
         firsts = sorted({self.ranks_in_step(each)[0] for each in range(self.size)})
         return firsts.index(self.ranks_in_step(rank)[0])
 
-    def groups_along(self, mode: Mode) -> Iterator[tuple[int, ...]]:
-        """Yield all sub-groups of a mode, in the order of their first ranks, the same for every process."""
+    def groups_in(self, modes: Iterable[Mode]) -> Iterator[tuple[int, ...]]:
+        """Yield all sub-groups of modes, in the order of their first ranks, the same for every process."""
+        modes = tuple(modes)
         for rank in range(self.size):
-            if (members := self.ranks_along(mode, rank))[0] == rank:
+            if (members := self.ranks_in(modes, rank))[0] == rank:
                 yield members
 
     def __str__(self) -> str:

@@ -61,7 +61,7 @@ class ModelRanks:
         self.members = self.mesh.ranks_along("zero", group.rank)
         self.partition = Partition(self.members.index(group.rank), len(self.members))
         self._device = device
-        self._communicators: dict[Mode, Communicator] = {}
+        self._communicators: dict[tuple[Mode, ...], Communicator] = {}
         self._num_exchanges: Counter[Sequence[int]] = Counter()
         self._watch = RankWatch(group, f"model/{next(_numbers)}")
         self._watch.on_failure(self._give_up)
@@ -70,7 +70,7 @@ class ModelRanks:
         self.turns = Turns(self.mesh, group.rank, self._store, self._coming, self.check)
         try:
             add_model(self)
-            self._slabs = self.communicator("zero")
+            self._slabs = self.communicator(("zero",))
         except BaseException as failure:
             self.leave_after(None, failure, None)
             raise
@@ -80,11 +80,11 @@ class ModelRanks:
         """Why the ranks cannot go on; None while they can."""
         return self._watch.failure
 
-    def communicator(self, mode: Mode) -> Communicator:
-        """Return the communicator of this rank's sub-group in a mode. All ranks of the job call it together."""
-        if mode not in self._communicators:
-            self._communicators[mode] = self._open_communicator(mode)
-        return self._communicators[mode]
+    def communicator(self, modes: tuple[Mode, ...]) -> Communicator:
+        """Return the communicator of this rank's sub-group in some modes. All ranks of the job call it together."""
+        if modes not in self._communicators:
+            self._communicators[modes] = self._open_communicator(modes)
+        return self._communicators[modes]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """As `Ranks.allocate`."""
@@ -186,11 +186,11 @@ class ModelRanks:
             self._store.close()
             self._coming.close()
 
-    def _open_communicator(self, mode: Mode) -> Communicator:
-        members = self.mesh.ranks_along(mode, self.group.rank)
+    def _open_communicator(self, modes: tuple[Mode, ...]) -> Communicator:
+        members = self.mesh.ranks_in(modes, self.group.rank)
         partition = Partition(members.index(self.group.rank), len(members))
         copies = self._can_copy(members)
-        own = self.open_group(self.mesh.groups_along(mode), "gloo" if copies else None)
+        own = self.open_group(self.mesh.groups_in(modes), "gloo" if copies else None)
         if copies:
             return PeerCommunicator(PeerMemory(partition, self._device, own))
         return TorchCommunicator(own, members, partition, self._device, self.check, self.wait_for)
@@ -246,7 +246,7 @@ class ModelRanks:
             raise self._watch.broken(error) from error
 
     def _can_copy(self, members: Sequence[int]) -> bool:
-        """Whether the members of every sub-group of a mode can copy from each other, by their GPUs."""
+        """Whether the members of every sub-group can copy from each other, by their GPUs."""
         if self._device.type != "cuda":
             self.exchange(True)
             return False

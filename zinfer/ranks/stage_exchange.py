@@ -34,11 +34,11 @@ class StageExchange:
     def __init__(self, ranks: ModelRanks) -> None:
         self._ranks = ranks
         self.members = ranks.mesh.ranks_along("pipeline", ranks.group.rank)
-        self._all = ranks.open_group(ranks.mesh.groups_along("pipeline"))
+        self._all = ranks.open_group(ranks.mesh.groups_in(("pipeline",)))
         rank = ranks.group.rank
         self._before: Any = None
         self._next: Any = None
-        for members in ranks.mesh.groups_along("pipeline"):
+        for members in ranks.mesh.groups_in(("pipeline",)):
             for pair in pairwise(members):
                 made = ranks.open_group([pair])
                 if rank == pair[1]:

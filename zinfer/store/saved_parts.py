@@ -141,4 +141,5 @@ def _place_json(path: Path, members: Mapping[str, Any]) -> None:
 
 
 def _name(shard: Shard, rank: int) -> str:
-    return f"{'ep' if shard.mode == 'expert' else 'tp'}-{rank}-of-{shard.size}"
+    kind = "tp" if shard.experts == 1 else "ep" if shard.within.size == 1 else f"ep{shard.experts}"
+    return f"{kind}-{rank}-of-{shard.size}"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, lcm
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ class LayerCuts:
 
     Attributes:
         cuts: the parameters of which a rank has ranges.
-        first_only: biases that are added after a sum over ranks, so that only the first rank has them.
+        dropped: biases that are added after a sum over ranks, and that the first rank has in this one's place.
         sums: modules whose outputs are summed over ranks.
         gathers: modules whose outputs are joined along the last dimension.
         splits: modules that take their part of the last dimension of an input that all ranks have whole.
@@ -46,7 +46,7 @@ class LayerCuts:
     """
 
     cuts: dict[str, Cut] = field(default_factory=dict)
-    first_only: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
     sums: list[str] = field(default_factory=list)
     gathers: list[str] = field(default_factory=list)
     splits: list[str] = field(default_factory=list)
@@ -124,18 +124,24 @@ class LayerDivider:
             )
         if style in (None, plans.REPLICATED):
             return
+        shard, experts = self._shard_of(owner), self._experts_of(owner, parameter)
         if style == plans.BY_NUMBER:
-            found.cuts[name] = Cut(0, (self._shard.bounds(parameter.shape[0]),))
+            assert experts is not None, f"{name} is of a module of experts"
+            found.cuts[name] = Cut(0, (experts,))
             return
         if style in _ADDS and leaf.endswith("bias"):
-            found.first_only.append(name)
+            if experts is not None:
+                found.cuts[name] = Cut(0, (experts,))
+            if shard.rank:
+                found.dropped.append(name)
             return
         dim = _dim_of(style, module, leaf, parameter)
         if (unit := self._unit_of_groups(name, style, dim, module, parameter)) is not None:
             self._pick_groups(name, style, dim, parameter.shape[dim], unit, found)
             return
         own = next((each for root, each in heads.items() if path.startswith(f"{root}.")), None)
-        found.cuts[name] = self._cut_of(style, name, owner, dim, parameter.shape[dim], own)
+        cut = self._cut_of(style, name, owner, dim, parameter.shape[dim], own)
+        found.cuts[name] = replace(cut, within=experts)
 
     def _unit_of_groups(
         self, name: str, style: str, dim: int, module: nn.Module, parameter: torch.Tensor
@@ -162,37 +168,37 @@ class LayerDivider:
         """Give the rank a range of a module's experts; it finds out that tokens may choose others."""
         count = int(getattr(module, "num_experts", 0))
         check_ranks(count, self._shard, name)
-        begin, end = found.experts[name] = self._shard.bounds(count)
+        begin, end = found.experts[name] = self._shard.by_number.bounds(count)
         found.changes.append((module, "num_experts", end - begin))
 
     def _cut_of(self, style: str, name: str, owner: str, dim: int, length: int, heads: Heads | None) -> Cut:
         if style in (plans.GATHERED, plans.SPLIT):
             return self._even(name, dim, length)
         if heads is None:
-            return self._of_feed_forward(style, name, dim, length)
+            return self._of_feed_forward(style, name, owner, dim, length)
         if style == plans.FUSED:
             return heads.fused(dim, length)
         if style == plans.GROUPED:
             return heads.grouped(dim, length)
         return heads.keys(dim, length) if _OF_KEYS.search(owner) else heads.queries(dim, length)
 
-    def _of_feed_forward(self, style: str, name: str, dim: int, length: int) -> Cut:
+    def _of_feed_forward(self, style: str, name: str, owner: str, dim: int, length: int) -> Cut:
         parts = 2 if style in (plans.PACKED, plans.PAIRED) else 1
-        width = length // parts
-        begin, end = self._shard.bounds(width, self._unit_of(name, width))
+        width, shard = length // parts, self._shard_of(owner)
+        begin, end = shard.bounds(width, self._unit_of(name, width, shard))
         if style == plans.PAIRED:
             return Cut(dim, ((2 * begin, 2 * end),))
         return Cut(dim, tuple((part * width + begin, part * width + end) for part in range(parts)))
 
-    def _unit_of(self, name: str, width: int) -> int:
-        if width < self._shard.size:
-            raise ConfigError(f"{self._shard.key} = {self._shard.size} is more than the {width} rows of {name}")
+    def _unit_of(self, name: str, width: int, shard: Shard) -> int:
+        if width < shard.size:
+            raise ConfigError(f"{shard.key} = {shard.size} is more than the {width} rows of {name}")
         for unit in (lcm(self._grain.preferred, self._least), self._least):
-            if width % unit == 0 and width // unit >= self._shard.size:
+            if width % unit == 0 and width // unit >= shard.size:
                 return unit
         most = max(width // self._least, 1)
         raise ConfigError(
-            f"{self._shard.key} = {self._shard.size}: codes of {self._least} of the {width} rows or columns of "
+            f"{shard.key} = {shard.size}: codes of {self._least} of the {width} rows or columns of "
             f"{name} share scales or words in the checkpoint, so that {most} ranks can divide them at the most; sizes "
             f"up to {most} work, or leave the key out: the ranks then share the weights"
         )
@@ -269,8 +275,18 @@ class LayerDivider:
             for width in _WIDTHS:
                 value = vars(module).get(width)
                 if isinstance(value, int) and self._divides_children(path, module):
-                    begin, end = self._shard.bounds(value, self._unit_of(f"{name}.{path}", value))
+                    shard = self._shard_of(path)
+                    begin, end = shard.bounds(value, self._unit_of(f"{name}.{path}", value, shard))
                     found.changes.append((module, width, end - begin))
+
+    def _shard_of(self, path: str) -> Shard:
+        """Return the rank's place among those that divide the matrices of a module."""
+        return self._shard.within if self._style(path) == plans.DISPATCHED else self._shard
+
+    def _experts_of(self, owner: str, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """Return the range of experts that the rank has of a parameter; None if it is not of experts divided so."""
+        is_dispatched = self._style(owner) == plans.DISPATCHED
+        return self._shard.by_number.bounds(parameter.shape[0]) if is_dispatched else None
 
     def _divides_children(self, path: str, module: nn.Module) -> bool:
         names = [*module._modules, *module._parameters]

@@ -4,7 +4,7 @@ Where columns are in activation order (desc_act, actorder), those that share a s
 cut there: the part has the same format, and needs the columns of its groups, wherever they are in the input.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -16,6 +16,7 @@ from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.model.sharding.cut import Cut
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.quantization.foreign.filling import fill_groups
+from zinfer.quantization.grid import Axis
 from zinfer.quantization.stored import JoinedMatrix, StoredMatrix, StoredPart
 
 
@@ -30,13 +31,13 @@ def cut_matrix(whole: StoredMatrix, cut: Cut, shape: tuple[int, ...], *, transpo
     Raises:
         ConfigError: the cut would divide what shares a scale or a word.
     """
-    dim = matrix_dim(cut.dim, len(shape), transposed=transposed)
-    own = Cut(dim, cut.ranges if dim or transposed else tuple(_row_ranges(cut, shape)))
+    if matrix_dim(cut.dim, len(shape), transposed=transposed):
+        own = Cut(1, cut.ranges, cut.within and _rows_of(shape, *cut.within))
+    else:
+        own = Cut(0, cut.ranges if transposed else tuple(_row_ranges(cut, shape)))
     if not isinstance(whole, JoinedMatrix):
         return CutMatrix.make(whole, own)
-    matrices = whole.matrices
-    cuts = [own] * len(matrices) if dim else [Cut(0, ranges) for ranges in _within(matrices, own)]
-    made = [CutMatrix.make(matrix, each) for matrix, each in zip(matrices, cuts, strict=True) if each.ranges]
+    made = [CutMatrix.make(matrix, each) for matrix, each in _within(whole, own)]
     joined = JoinedMatrix.join(whole.name, cut.shape(shape), made)
     assert joined is not None, f"parts of {whole.name} are matrices of one format and width"
     return joined
@@ -50,16 +51,26 @@ def matrix_dim(dim: int, num_dims: int, *, transposed: bool) -> int:
 def _row_ranges(cut: Cut, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Yield the rows of matrices that lie one below the other."""
     inner, each = prod(shape[cut.dim + 1 : -1]), prod(shape[cut.dim : -1])
-    for number in range(prod(shape[: cut.dim])):
+    rows = _rows_of(shape, *cut.within) if cut.within else (0, prod(shape[:-1]))
+    for number in range(rows[0] // each, rows[1] // each):
         yield from ((number * each + begin * inner, number * each + end * inner) for begin, end in cut.ranges)
 
 
-def _within(matrices: tuple[StoredMatrix, ...], cut: Cut) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield the ranges of rows within each of several matrices."""
+def _rows_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[int, int]:
+    """Return the rows of a range of the first dimension."""
+    each = prod(shape[1:-1])
+    return begin * each, end * each
+
+
+def _within(whole: JoinedMatrix, cut: Cut) -> Iterator[tuple[StoredMatrix, Cut]]:
+    """Yield the matrices that have some of the rows, and what is left of each."""
     at = 0
-    for matrix in matrices:
-        ends = ((max(begin - at, 0), min(end - at, matrix.rows)) for begin, end in cut.ranges)
-        yield tuple((begin, end) for begin, end in ends if begin < end)
+    for matrix in whole.matrices:
+        rows = (cut.within or (0, whole.rows),) if cut.dim else cut.ranges
+        ends = ((max(begin - at, 0), min(end - at, matrix.rows)) for begin, end in rows)
+        if own := tuple((begin, end) for begin, end in ends if begin < end):
+            is_all = own == ((0, matrix.rows),)
+            yield matrix, Cut(1, cut.ranges, None if is_all else own[0]) if cut.dim else Cut(0, own)
         at += matrix.rows
 
 
@@ -69,7 +80,7 @@ class CutMatrix(StoredMatrix):
 
     Attributes:
         whole: the matrix.
-        cut: of its rows (0) or its columns (1), these in the order of their groups.
+        cut: of its rows (0) or, perhaps within a range of rows, its columns (1), these in the order of their groups.
     """
 
     whole: StoredMatrix
@@ -104,13 +115,22 @@ def _cut_part(whole: StoredMatrix, part: str, entry: StoredPart, cut: Cut) -> St
     assert isinstance(entry, TensorEntry), "a matrix is cut once"
     grid = whole.scheme.grid(whole.format, whole.rows, part, entry.shape)
     axis = grid.columns if cut.dim else grid.rows
-    if axis is None:
-        return entry
-    ranges = tuple((begin // axis.step, -(-end // axis.step)) for begin, end in cut.ranges)
-    return CutTensor(replace(entry, shape=grid.shape), Cut(axis.dim, ranges))
+    within: tuple[int, int] | None = None
+    if cut.within is not None and grid.rows is not None:
+        assert grid.rows.dim == 0, "stacked matrices are stored one below the other"
+        (within,) = _places(grid.rows, (cut.within,))
+    if axis is not None:
+        return CutTensor(replace(entry, shape=grid.shape), Cut(axis.dim, _places(axis, cut.ranges), within))
+    return entry if within is None else CutTensor(replace(entry, shape=grid.shape), Cut(0, (within,)))
+
+
+def _places(axis: Axis, ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((begin // axis.step, -(-end // axis.step)) for begin, end in ranges)
 
 
 def _check_ends(whole: StoredMatrix, cut: Cut) -> None:
+    if cut.within is not None:
+        _check_ends(whole, Cut(0, (cut.within,)))
     length, units = whole.shape[cut.dim], whole.units
     unit = units.columns if cut.dim else units.rows
     ends = [end for ends in cut.ranges for end in ends if end % unit and end != length]

@@ -5,7 +5,8 @@ and plans that would gather fused products, have their own here, by DeepSpeed's 
 over ranks are divided by columns ("rowwise"), all others by rows ("colwise").
 
 Experts can be divided by their number instead, as `base_model_ep_plan` states; all else is then divided as above if its
-heads can be, and held whole by every rank if not.
+heads can be, and held whole by every rank if not. Where groups of ranks divide experts by number, those of a group
+divide each expert's matrices as above.
 """
 
 import re
@@ -206,7 +207,7 @@ def find_plan(model: nn.Module, shard: Shard) -> Plan:
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if shard.mode == "expert":
+    if shard.experts > 1:
         return _plan_by_experts(model, text, shard)
     return _plan_by_matrices(model, text, shard.key)
 
@@ -216,16 +217,20 @@ def _plan_by_experts(model: nn.Module, text: Any, shard: Shard) -> Plan:
     kind = getattr(text, "model_type", None)
     if not count_experts(text):
         raise ConfigError(
-            f"{shard.key} (ep_size) = {shard.size}: a {type(model).__name__} has no experts to divide among ranks; "
-            "set it to 1 and divide its layers (tensor_parallel.tp_size), or leave both out: the ranks then share the "
-            "weights"
+            f"zinfer.parallel.expert (ep_size) = {shard.experts}: a {type(model).__name__} has no experts to divide "
+            "among ranks; set it to 1 and divide its layers (tensor_parallel.tp_size), or leave both out: the ranks "
+            "then share the weights"
         )
     if kind is None or not divides_experts(kind):
         raise ConfigError(
-            f"{shard.key} (ep_size): how the experts of a {type(model).__name__} are divided is not known; `zinfer "
-            "families` lists the families whose experts can be. Leave the key out: the ranks then share the weights"
+            f"zinfer.parallel.expert (ep_size): how the experts of a {type(model).__name__} are divided is not known; "
+            "`zinfer families` lists the families whose experts can be. Leave the key out: the ranks then share the "
+            "weights"
         )
     own = _own_words(text.base_model_ep_plan or {}, _KNOWN_OF_EXPERTS, _SAME_OF_EXPERTS, shard.key)
+    if shard.within.size > 1:
+        of_modules = {path: style for path, style in own.items() if style != BY_NUMBER}
+        return {**_plan_by_matrices(model, text, shard.key), **of_modules}
     if is_divided(kind) and can_divide(text, shard.size):
         return {**_plan_by_matrices(model, text, shard.key), **own}
     return {**own, EVERYTHING_ELSE: REPLICATED}

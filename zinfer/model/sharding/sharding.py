@@ -109,7 +109,7 @@ class Sharding:
         made: dict[str, Weight] = {}
         cut_before: dict[tuple[int, Cut], StoredMatrix] = {}  # tied weights share their bytes
         for name, weight in weights.items():
-            if name in self.layers.first_only and self.shard.rank:
+            if name in self.layers.dropped:
                 continue
             cut = self.cuts.get(name)
             if cut is None:
@@ -127,12 +127,12 @@ class Sharding:
         """Give the modules the rank's shapes and, where weights are in memory, its values; call once."""
         made: dict[int, nn.Parameter] = {}
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-            if name in self.cuts:
+            if name in self.layers.dropped:
+                self._drop_bias(model, name)
+            elif name in self.cuts:
                 if id(parameter) not in made:
                     made[id(parameter)] = nn.Parameter(self.cuts[name].of(parameter.detach()), requires_grad=False)
                 self._replace(model, name, made[id(parameter)])
-            elif name in self.layers.first_only and self.shard.rank:
-                self._drop_bias(model, name)
         for target, name, value in self.layers.changes:
             self._set(target, name, value)
 
@@ -170,8 +170,10 @@ class Sharding:
         if isinstance(module, nn.Linear | Conv1D):
             module._parameters[leaf] = None
             return
+        cut = self.cuts.get(name)
+        shape = cut.shape(tuple(parameter.shape)) if cut else parameter.shape
         del module._parameters[leaf]
-        module.register_buffer(leaf, torch.zeros(parameter.shape, dtype=parameter.dtype), persistent=False)
+        module.register_buffer(leaf, torch.zeros(shape, dtype=parameter.dtype), persistent=False)
 
     def _set(self, target: Any, name: str, value: object) -> None:
         if isinstance(getattr(type(target), name, None), property):  # Falcon's config computes the width of a head
@@ -237,10 +239,8 @@ def _width_changes(config: PretrainedConfig, shard: Shard, unit: int, plan: Plan
         return found
     of_experts = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
     for name in _MLP_WIDTHS:
-        if shard.mode == "expert" and name == of_experts:
-            continue
-        value = getattr(config, name, None)
+        own, value = shard.within if name == of_experts else shard, getattr(config, name, None)
         if isinstance(value, int):
             units, rest = divmod(value, unit)
-            found.append((config, name, shard.padded_size(value) if rest else shard.padded_size(units) * unit))
+            found.append((config, name, own.padded_size(value) if rest else own.padded_size(units) * unit))
     return found
