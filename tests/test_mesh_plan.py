@@ -132,20 +132,21 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Outline:
 
 
 def test_ranks_that_divide_experts_take_the_seconds_of_the_fullest(mixture: Outline) -> None:
-    """Six experts divide evenly among two and three ranks; of four, two have two."""
+    """Six experts divide evenly among two and three ranks; of four, two have two; of two pairs each half of three."""
     case = Case(mixture, machine_with(2_000_000_000, 10**10, replace(SLOW, links_together=())), FROM_HOST)
     tensors = [each for index in mixture.layers for each in mixture.plain_blocks[index].layout.tensors]
     of_experts = sum(each.nbytes for each in tensors if ".experts." in each.name)
     outer = mixture.nbytes - layers_bytes(mixture)
     assert of_experts > 0.8 * layers_bytes(mixture)
-    for ranks, most in ((2, 3), (4, 2)):
-        assert [*expert_meshes_of(case, ranks)][-1] == Mesh(expert=ranks)
+    for mesh, most in ((Mesh(expert=2), 3), (Mesh(expert=4), 2), (Mesh(expert=2, tensor=2), 1.5)):
+        ranks = mesh.size
+        assert mesh in expert_meshes_of(case, ranks)
         request = replace(REQUEST, batch_size=8)
-        (found,) = plan_meshes(case, [Mesh(expert=ranks)], 1, batch_planner(request))
+        (found,) = plan_meshes(case, [mesh], 1, batch_planner(request))
         share = (of_experts * most / 6 + (mixture.nbytes - of_experts) / ranks) / mixture.nbytes
         passes_s = layers_bytes(mixture) * share / LINK
         num_new = request.batch_size * request.new_tokens
-        assert found.tokens_per_s == pytest.approx(num_new / (request.new_tokens * passes_s), rel=0.01), ranks
+        assert found.tokens_per_s == pytest.approx(num_new / (request.new_tokens * passes_s), rel=0.01), mesh
         plan = batch_plan(found).plan
         assert found.host_bytes == pytest.approx(
             share * (layers_bytes(mixture) + plan.num_staging * plan.staging_bytes), rel=0.01
@@ -163,7 +164,9 @@ def test_experts_are_listed_for_mixtures_that_can_be_divided(outline: Outline, m
     assert [*expert_meshes_of(case, 4, 2)] == [Mesh(replicas=2, expert=2)]
     of_eight = [{"replicas": 4}, {"replicas": 2, "zero": 2}, {"zero": 4}]
     wanted = [Mesh(expert=2, **each) for each in of_eight] + [Mesh(replicas=2, expert=4), Mesh(zero=2, expert=4)]
-    assert {*expert_meshes_of(case, 8)} == {*wanted}, "six experts"
+    in_pairs = Mesh(expert=2, tensor=2)
+    wanted += [replace(in_pairs, replicas=2), replace(in_pairs, zero=2), Mesh(expert=4, tensor=2)]
+    assert {*expert_meshes_of(case, 8)} == {*wanted, Mesh(expert=2, tensor=4)}, "six experts"
     console = Console(width=80, record=True, file=io.StringIO())
     meshes = [*meshes_of(4), *expert_meshes_of(case, 4)]
     slow = machine_with(2_000_000_000, 10**10, replace(SLOW, device_bytes_per_s=1e6))
@@ -171,7 +174,7 @@ def test_experts_are_listed_for_mixtures_that_can_be_divided(outline: Outline, m
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
     assert any("expert" in line for line in lines)
-    assert sum(line.startswith("│") for line in lines) == len(meshes) == 9, "a line each"
+    assert sum(line.startswith("│") for line in lines) == len(meshes) == 10, "a line each"
     assert any("device memory" in line for line in lines)
 
 

@@ -4,30 +4,31 @@ from zinfer.errors import ConfigError
 from zinfer.model.experts import check_ranks
 from zinfer.model.outline import Outline
 from zinfer.model.sharding.cut import Shard
-from zinfer.model.sharding.plans import EVERYTHING_ELSE, divides_experts, find_plan
+from zinfer.model.sharding.heads import can_divide
+from zinfer.model.sharding.plans import EVERYTHING_ELSE, divides_experts, find_plan, is_divided
 from zinfer.ranks.mesh import Mesh
 
 
 def is_predicted(outline: Outline, mesh: Mesh) -> bool:
     """Whether `num_devices` is known for ranks that divide the model's experts."""
-    experts, shard = outline.spec.experts, Shard(0, mesh.expert, "expert")
-    if experts is None or experts.num_experts < mesh.expert or not divides_experts(outline.spec.model_type):
+    experts, kind = outline.spec.experts, outline.spec.model_type
+    if experts is None or experts.num_experts < mesh.expert or not divides_experts(kind):
         return False
-    return EVERYTHING_ELSE not in find_plan(outline.tree, shard)
+    return is_divided(kind) and can_divide(outline.tree.config.get_text_config(), mesh.num_dividing)
 
 
 def num_devices(outline: Outline, mesh: Mesh) -> float:
     """Return how many ranks like the fullest of those that divide each layer would hold the whole model.
 
-    Matrices are divided evenly. Of experts the fullest rank has one more than others if their number is not a multiple
-    of the ranks'.
+    Matrices are divided evenly, those of an expert among the ranks that have it. Of experts the fullest rank has one
+    more than others if their number is not a multiple of the groups'.
 
     Raises:
         ConfigError: the model's experts cannot be divided, or what the ranks would hold is not known.
     """
     if mesh.expert == 1:
         return mesh.tensor
-    shard = Shard(0, mesh.expert, "expert")
+    shard = Shard(0, mesh.num_dividing, mesh.expert)
     if EVERYTHING_ELSE in find_plan(outline.tree, shard):
         raise ConfigError(
             f"{shard.key} = {shard.size}: ranks that hold attention whole, because its heads are not divided, are not "
@@ -39,5 +40,5 @@ def num_devices(outline: Outline, mesh: Mesh) -> float:
     tensors = [tensor for block in outline.plain_blocks for tensor in block.layout.tensors]
     in_experts = sum(tensor.nbytes for tensor in tensors if "experts" in tensor.name.split("."))
     share = in_experts / sum(tensor.nbytes for tensor in tensors)
-    _, most = shard.bounds(num_experts)
-    return 1 / (share * most / num_experts + (1 - share) / shard.size)
+    _, most = shard.by_number.bounds(num_experts)
+    return 1 / (share * most / num_experts / shard.within.size + (1 - share) / shard.size)

@@ -87,11 +87,15 @@ def meshes_of(num_ranks: int, num_hosts: int = 1) -> Iterator[Mesh]:
 
 
 def expert_meshes_of(case: Case, num_ranks: int, num_hosts: int = 1) -> Iterator[Mesh]:
-    """Yield the meshes of replicas, ZeRO and ranks that divide a mixture's experts, of those that are predicted."""
+    """Yield the meshes of replicas, ZeRO and ranks that divide a mixture's experts, of those that are predicted.
+
+    Groups of ranks may divide each expert too.
+    """
     for mesh in meshes_of(num_ranks, num_hosts):
-        divided = replace(mesh, expert=mesh.tensor, tensor=1)
-        if divided.expert > 1 and is_predicted(case.outline, divided):
-            yield divided
+        for expert in _divisors(mesh.tensor)[1:]:
+            divided = replace(mesh, expert=expert, tensor=mesh.tensor // expert)
+            if is_predicted(case.outline, divided):
+                yield divided
 
 
 def of_mesh(case: Case, mesh: Mesh, num_hosts: int = 1) -> Case:
