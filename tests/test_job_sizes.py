@@ -5,16 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 from plan_support import SMALL_LLAMA, machine_with, rates, write_config
 
 import zinfer
 from zinfer.config import resolve_settings
-from zinfer.jobs import job_sizes, run_job
-from zinfer.jobs.job_sizes import choose_sizes
+from zinfer.errors import ConfigError
+from zinfer.jobs import run_job
 from zinfer.jobs.manifest import read_manifest
 from zinfer.jobs.request import manifest_path
+from zinfer.planning import job_sizes
 from zinfer.planning.job_plan import Job
+from zinfer.planning.job_sizes import choose_sizes
 from zinfer.planning.presets import Machine
 from zinfer.ranks.mesh import Mesh
 
@@ -104,3 +107,33 @@ def test_nothing_that_fits_is_said(model: Path, machine: Machine, monkeypatch: p
     said: list[str] = []
     assert choose_sizes(model, resolve_settings(), Job(100, [12], [20]), said.append) == {}
     assert said[0].startswith("the usual sizes, since no plan was found: ")
+
+
+def test_an_llm_is_planned_for_a_job(
+    model: Path, machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(1000, [5, 9], [8, 30])
+    planned = choose_sizes(model, resolve_settings(), job, print)
+    with zinfer.LLM(model, device="cpu", job=job) as llm:
+        assert f"passes of {planned['tokens_per_pass']:,} tokens" in caplog.text
+        budget = llm.batching
+        assert (budget.tokens_per_pass, budget.max_sequences, budget.order) == (
+            planned["tokens_per_pass"],
+            planned["max_sequences"],
+            planned.get("admission_order", "arrival"),
+        )
+        assert budget.kv_bytes <= int(planned["kv_cache_memory"])
+        assert len(llm.generate(["abc"], max_new_tokens=3)) == 1
+    with zinfer.LLM(model, {"zinfer": {"tokens_per_pass": 77}}, device="cpu", job=job) as llm:
+        assert llm.batching.tokens_per_pass == 77, "what is stated stays"
+    with pytest.raises(ConfigError, match="for a model's folder, not for a module"):
+        zinfer.LLM(torch.nn.Linear(2, 2), job=job)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="sizes are planned for one process"):
+        zinfer.LLM(model, device="cpu", job=job)
+
+
+@pytest.mark.parametrize("lengths", [(0, [5], [5]), (5, [], []), (5, [5, 6], [5])])
+def test_a_job_has_rows(lengths: tuple[int, list[int], list[int]]) -> None:
+    with pytest.raises(ConfigError, match="give at least one row, and as many of one as of the other"):
+        Job(*lengths)

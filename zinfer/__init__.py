@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zinfer.engine.entry import init_inference, initialize
     from zinfer.model.on_device import OnDevice
     from zinfer.model.quantize_in_place import quantize_transformer
+    from zinfer.planning.job_plan import Job
     from zinfer.requests.completion import Completion
     from zinfer.requests.sampling_params import SamplingParams
     from zinfer.requests.structured_outputs import StructuredOutputsParams
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncLLM",
     "Completion",
     "InferenceEngine",
+    "Job",
     "OnDevice",
     "QuantizationConfig",
     "SamplingParams",
@@ -38,6 +40,7 @@ _HOMES: Final = {
     "SamplingParams": "zinfer.requests.sampling_params",
     "StructuredOutputsParams": "zinfer.requests.structured_outputs",
     "InferenceEngine": "zinfer.engine.engine",
+    "Job": "zinfer.planning.job_plan",
     "OnDevice": "zinfer.model.on_device",
     "init_inference": "zinfer.engine.entry",
     "initialize": "zinfer.engine.entry",

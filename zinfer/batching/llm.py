@@ -30,6 +30,7 @@ from zinfer.config.settings import mute_key_report, say_without_effect
 from zinfer.engine.division import Prepare
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.streamed_model import StreamedModel
+from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.batching_support import check_family
 from zinfer.model.context_length import read_limits
@@ -37,12 +38,15 @@ from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec, common_window
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
+from zinfer.planning.job_plan import Job
+from zinfer.planning.job_sizes import SWAPS, choose_sizes
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.latency import ServingLatency, describe_unreachable, predict_latency
 from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
 from zinfer.planning.simulation import JobEstimator, JobPrediction
 from zinfer.probe.limits import MachineLimits, find_limits
+from zinfer.ranks.environment import is_several
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.prompt_encoder import PromptLike, find_tokenizer
 from zinfer.requests.sampling_params import SamplingParams
@@ -69,6 +73,9 @@ class LLM:
             memory is full; None: if a path is stated and swapping is faster than recomputing.
         checksums: collects checksums of the weights as they are read.
         prepare: partitions the module; by default over the weights of its checkpoint.
+        job: what it is to complete: on a GPU the sizes of passes and KV cache that the configuration leaves open are
+            those that are predicted to be the fastest for it, and a line of the log says which. The model is a folder
+            then. None: sizes for any prompts.
         kwargs: the same keys as in ``config``.
 
     A thread of its own runs the passes (`ServingLoop`); any number of threads may call, and their prompts share passes.
@@ -97,10 +104,17 @@ class LLM:
         swaps_to_disk: bool | None = None,
         checksums: TensorChecksums | None = None,
         prepare: Prepare = PreparedModel.of,
+        job: Job | None = None,
         **kwargs: object,
     ) -> None:
         settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module), swaps=True)
         say_without_effect(settings)
+        if job is not None:
+            sizes = _planned(model, settings, job)
+            if sizes and swaps_to_disk is None:
+                swaps_to_disk = SWAPS in sizes
+            sizes = {name: size for name, size in sizes.items() if name != SWAPS}
+            settings = resolve_settings(config, {**kwargs, **sizes}, swaps=True)
         settings = settings.for_batches(on_cuda=find_limits(settings).on_cuda)
         budget: BatchingBudget | None = None
 
@@ -464,3 +478,13 @@ class LLM:
     def _check_open(self) -> None:
         self._model.check_process()
         self._loop.check_open()
+
+
+def _planned(model: object, settings: Settings, job: Job) -> dict[str, int | str]:
+    """Return the sizes that are predicted to be the fastest for a job. Raises ConfigError where none are planned."""
+    if isinstance(model, nn.Module):
+        raise ConfigError("job: sizes are planned for a model's folder, not for a module; leave job out")
+    if is_several():
+        raise ConfigError("job: sizes are planned for one process; state zinfer.tokens_per_pass and kv_cache_memory")
+    folder = model.folder if isinstance(model, Checkpoint) else cast(Path, model)
+    return choose_sizes(folder, settings, job, log.warning)

@@ -19,7 +19,7 @@ from zinfer.probe.findings import recall
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.mesh import Mesh
 
-_MOST_COMPARED_ROWS: Final = 512
+_MOST_PLANNED_ROWS: Final = 512
 
 
 def choose_mesh(
@@ -54,13 +54,24 @@ def choose_mesh(
         outline = read_outline(request.model, settings.dtype, settings.quantization)
         case = Case(outline, this_machine(settings, outline.files), settings)
         several = plan_meshes(
-            case, _undivided(usual.size, num_hosts), num_hosts, job_planner(_job(prompts, num_rows), is_rough=True)
+            case,
+            _undivided(usual.size, num_hosts),
+            num_hosts,
+            job_planner(sample_job(prompts, num_rows), is_rough=True),
         )
     except PlanError:  # jobs of this model are not predicted
         return usual
     chosen = fastest_mesh(several) or usual
     say(f"ranks: {chosen}, the fastest of {_told(several)}")
     return chosen
+
+
+def sample_job(prompts: Sequence[Prompt], num_rows: int) -> Job:
+    """Return the job whose rows are as these prompts, one at least; each of several samples of a row is a row."""
+    several = [prompt for prompt in prompts[:_MOST_PLANNED_ROWS] for _ in range(prompt.params.n)]
+    samples = len(several) / min(len(prompts), _MOST_PLANNED_ROWS)
+    lengths = [len(each.token_ids) for each in several]
+    return Job(round(num_rows * samples), lengths, [each.max_new_tokens for each in several])
 
 
 def with_mesh(request: JobRequest, parallel: Mapping[str, int]) -> JobRequest:
@@ -73,12 +84,6 @@ def with_mesh(request: JobRequest, parallel: Mapping[str, int]) -> JobRequest:
 
 def _undivided(num_ranks: int, num_hosts: int) -> list[Mesh]:
     return [mesh for mesh in meshes_of(num_ranks, num_hosts) if mesh.tensor == 1]
-
-
-def _job(prompts: Sequence[Prompt], num_rows: int) -> Job:
-    several = prompts[:_MOST_COMPARED_ROWS]
-    lengths = [len(each.token_ids) for each in several]
-    return Job(num_rows, lengths, [each.max_new_tokens for each in several])
 
 
 def _told(several: Sequence[MeshPlan]) -> str:

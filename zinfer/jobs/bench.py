@@ -24,7 +24,6 @@ from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
 from zinfer.jobs.bench_request import BenchRequest
 from zinfer.jobs.bench_result import BenchResult
 from zinfer.jobs.comparison import BATCH_SIZE, Compared, check_room, compare
-from zinfer.jobs.job_sizes import choose_sizes
 from zinfer.jobs.memory_cap import held_beyond
 from zinfer.jobs.progress import Forecast, Load, Meter
 from zinfer.jobs.rivals import Task, is_installed
@@ -35,6 +34,7 @@ from zinfer.model.outline import is_known_model, made_up_model
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
 from zinfer.planning.job_plan import Job
+from zinfer.planning.job_sizes import choose_sizes
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import all_values, join_group
 from zinfer.ranks.mesh import Mesh

@@ -8,7 +8,6 @@ from typing import Any, Final, TypeAlias
 
 from zinfer.batching.llm import LLM
 from zinfer.config.settings import Batching
-from zinfer.jobs.job_sizes import SWAPS, Sizes
 from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.records import Encoding
@@ -16,6 +15,7 @@ from zinfer.jobs.request import JobRequest
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.job_plan import ROWS_TOGETHER
+from zinfer.planning.job_sizes import SWAPS, Sizes
 from zinfer.requests.completion import Completion
 
 Answer: TypeAlias = tuple[Completion, ...] | Encoding

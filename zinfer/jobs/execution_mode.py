@@ -19,7 +19,6 @@ from zinfer.errors import ConfigError, JobError, PlanError
 from zinfer.jobs.arrangement import with_mesh
 from zinfer.jobs.completer import Answer, Completer, RaggedCompleter
 from zinfer.jobs.encoder import TOKENS_PER_PASS, Encoder, EncodingCompleter, encoder_reserve, find_pad_token_id
-from zinfer.jobs.job_sizes import Sizes
 from zinfer.jobs.padded import PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
@@ -30,6 +29,7 @@ from zinfer.jobs.weights import Weights
 from zinfer.model.batching_support import check_family
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.planning.job_plan import ROWS_TOGETHER
+from zinfer.planning.job_sizes import Sizes
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 from zinfer.units import duration

@@ -20,11 +20,10 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import say_without_effect
 from zinfer.display import shown
 from zinfer.errors import JobError
-from zinfer.jobs.arrangement import choose_mesh
+from zinfer.jobs.arrangement import choose_mesh, sample_job
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
-from zinfer.jobs.job_sizes import Sizes, choose_sizes, sample_job
 from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, RowWriter
@@ -41,6 +40,7 @@ from zinfer.jobs.versions import software
 from zinfer.jobs.weights import Weights
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
+from zinfer.planning.job_sizes import Sizes, choose_sizes
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import join_group
 from zinfer.ranks.mesh import ALONE, Mesh

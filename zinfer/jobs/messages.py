@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from zinfer.jobs.completer import Answer
-from zinfer.jobs.job_sizes import Sizes
 from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.summary import JobSummary
 from zinfer.offload.stats import RunStats
+from zinfer.planning.job_sizes import Sizes
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from zinfer.jobs.job_sizes import Sizes
 from zinfer.jobs.messages import Hello, Left
 from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.offload.stats import RunStats
+from zinfer.planning.job_sizes import Sizes
 from zinfer.ranks.sockets import end_link
 
 _LEAVE_S: Final = 2.0

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from zinfer.errors import JobError, RankError
 from zinfer.jobs.completer import Answer
-from zinfer.jobs.job_sizes import Sizes
 from zinfer.jobs.messages import Answered, Begin, Cause, End, Ended, Failed, Finished, Hello, Idle, Open, Ready, Work
 from zinfer.jobs.peer import Peer
 from zinfer.jobs.progress import Load
@@ -23,6 +22,7 @@ from zinfer.jobs.request import OtherRankFailed, UnusableInput
 from zinfer.jobs.rows import BadRow
 from zinfer.jobs.summary import JobSummary
 from zinfer.offload.stats import RunStats
+from zinfer.planning.job_sizes import Sizes
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.links import open_links
 from zinfer.ranks.mesh import Mesh

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from zinfer.config.settings import Batching
+from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.placement import Plan
 from zinfer.planning.plan import Case
@@ -41,11 +42,22 @@ class Job:
     Attributes:
         num_rows: rows of the whole job.
         prompt_lens, new_tokens: tokens of each row in a sample of at least one.
+
+    Raises:
+        ConfigError: there are no rows, or the two are not as long as each other.
     """
 
     num_rows: int
     prompt_lens: Sequence[int]
     new_tokens: Sequence[int]
+
+    def __post_init__(self) -> None:
+        lengths, news = len(self.prompt_lens), len(self.new_tokens)
+        if self.num_rows < 1 or not lengths or lengths != news:
+            raise ConfigError(
+                f"a job of {self.num_rows} rows with {lengths} prompt_lens and {news} new_tokens; give at least one "
+                "row, and as many of one as of the other"
+            )
 
     @property
     def has_equal_rows(self) -> bool:

@@ -1,12 +1,11 @@
 """The sizes of a job's passes and KV cache that its configuration leaves open, chosen by the planner. On a GPU."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
-from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.request import PathLike
 from zinfer.model.outline import read_outline
 from zinfer.planning.job_plan import Job, JobPlan
 from zinfer.planning.job_search import plan_forms
@@ -23,11 +22,10 @@ Sizes: TypeAlias = Mapping[str, int | str]
 """Keys of the section `zinfer` that a job keeps in its manifest, because its rows' bytes depend on them."""
 SWAPS: Final = "swaps_to_disk"
 """Beside those keys: whether preempted sequences are swapped to disk."""
-_MOST_PLANNED_ROWS: Final = 512
 
 
 def choose_sizes(
-    model: PathLike,
+    model: str | os.PathLike[str],
     settings: Settings,
     job: Job,
     say: Callable[[str], object],
@@ -66,14 +64,6 @@ def choose_sizes(
     if best.budget.swaps_to_disk:
         found[SWAPS] = 1
     return found
-
-
-def sample_job(prompts: Sequence[Prompt], num_rows: int) -> Job:
-    """Return the job whose rows are as these prompts, one at least; each of several samples of a row is a row."""
-    several = [prompt for prompt in prompts[:_MOST_PLANNED_ROWS] for _ in range(prompt.params.n)]
-    samples = len(several) / min(len(prompts), _MOST_PLANNED_ROWS)
-    lengths = [len(each.token_ids) for each in several]
-    return Job(round(num_rows * samples), lengths, [each.max_new_tokens for each in several])
 
 
 def told(plans: Sequence[JobPlan]) -> str:
