@@ -65,6 +65,9 @@ def serve(
         Path | None, typer.Option(help="Folder of a small model of the same vocabulary that guesses next tokens.")
     ] = None,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests may take after SIGTERM.")] = 60,
+    arrive: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a request may take to arrive, and one more for each 4 KiB.")
+    ] = 20.0,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, without its text.")] = False,
 ) -> None:
     """Serve a model over HTTP with OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models,
@@ -117,6 +120,7 @@ def serve(
             max_file * _MIB,
             files,
             drain,
+            arrive,
         )
         run_server([words] * replicas, find_tokenizer(model), options, ServiceLimits(max_requests), say)
 

@@ -14,6 +14,7 @@ from zinfer.serve.embedding_routes import embedding_routes
 from zinfer.serve.errors import handle_errors
 from zinfer.serve.file_store import FileStore
 from zinfer.serve.guard import Guard
+from zinfer.serve.lingering import Lingering
 from zinfer.serve.mii_routes import mii_routes
 from zinfer.serve.openai_routes import openai_routes
 from zinfer.serve.operation_routes import operation_routes
@@ -72,4 +73,5 @@ def make_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Guard, keys=keys, most_body_bytes=most_body_bytes, most_file_bytes=most_file_bytes)
+    app.add_middleware(Lingering)
     return app

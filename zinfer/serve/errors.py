@@ -5,6 +5,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from zinfer.errors import ConfigError
 
@@ -83,6 +84,7 @@ def handle_errors(app: FastAPI) -> None:
         return Response(status_code=_CLIENT_GONE)
 
     app.add_exception_handler(ClientGone, close)
+    app.add_exception_handler(ClientDisconnect, close)  # within the body
     for kind in (ApiError, ConfigError, ReplicaGone, RequestFailed):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(HTTPException, answer_http)

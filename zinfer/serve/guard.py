@@ -1,12 +1,10 @@
-"""What each request passes before its route: an id, the API key, a time limit for its body."""
+"""What each request passes before its route: an id, the API key, a limit for its body."""
 
-import asyncio
 import hmac
 import logging
 import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final
 from uuid import uuid4
 
@@ -20,8 +18,6 @@ from zinfer.serve.errors import ApiError
 from zinfer.serve.page_routes import is_page
 
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
-_MOST_DRAINED_BYTES: Final = 64 << 20
-_DRAIN_S: Final = 10
 _FILES: Final = "/v1/files"
 _MOST_DIGITS: Final = 18  # int() refuses thousands
 log = logging.getLogger("zinfer.serve")
@@ -71,12 +67,12 @@ class Guard:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._keys and not is_page(scope["method"], path) and caller is None:
             error = ApiError(401, "the API key is missing or wrong; give it as 'Authorization: Bearer KEY'")
-            return _after_body(JSONResponse(error.body, error.status, headers={"WWW-Authenticate": "Bearer"}))
+            return JSONResponse(error.body, error.status, headers={"WWW-Authenticate": "Bearer"})
         length = headers.get("content-length", "0")
         most = self._most_file_bytes if path.endswith(_FILES) else self._most_body_bytes
         if length.isdecimal() and int(length[:_MOST_DIGITS]) > most:
             error = ApiError(413, f"the body's {length:.30} bytes are more than {most}; send less")
-            return _after_body(JSONResponse(error.body, error.status, headers={"Connection": "close"}))
+            return JSONResponse(error.body, error.status)
         return self._apps[most]
 
     def _caller(self, headers: Headers) -> int | None:
@@ -85,24 +81,3 @@ class Guard:
         given = key.strip().encode("latin-1", "replace")
         found = [hmac.compare_digest(given, each) for each in self._keys]  # all of them: the time tells nothing
         return found.index(True) if kind.lower() == "bearer" and any(found) else None
-
-
-def _after_body(answer: ASGIApp) -> ASGIApp:
-    """Return an application that reads the body, up to a limit, and answers then.
-
-    Otherwise the connection is reset while the client still sends, and many clients never see the answer.
-    """
-
-    async def read(receive: Receive) -> None:
-        num_left = _MOST_DRAINED_BYTES
-        while num_left > 0 and (message := await receive())["type"] == "http.request":
-            num_left -= len(message.get("body", b""))
-            if not message.get("more_body"):
-                return
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(read(receive), _DRAIN_S)
-        await answer(scope, receive, send)
-
-    return app

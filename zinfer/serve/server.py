@@ -16,6 +16,7 @@ import uvicorn
 import uvloop
 
 from zinfer.serve.app import make_app
+from zinfer.serve.http_protocol import bounded_protocol
 from zinfer.serve.replica import Replica
 from zinfer.serve.service import Service, ServiceLimits
 from zinfer.serve.service_manager import ServiceManager
@@ -33,6 +34,7 @@ class ServerOptions:
         certificate, key_file: PEM files for TLS.
         api_keys, origins, root_path, most_body_bytes, most_file_bytes, folder: as for `make_app`.
         drain_s: how long requests under way may take after SIGTERM.
+        arrive_s: how long a request may take to arrive, as for `BoundedProtocol`.
     """
 
     names: Sequence[str]
@@ -48,6 +50,7 @@ class ServerOptions:
     most_file_bytes: int = 512 << 20
     folder: Path | None = None
     drain_s: int = _DRAIN_S
+    arrive_s: float = 20.0
 
 
 class _Server(uvicorn.Server):
@@ -107,7 +110,7 @@ async def _serve(service: Service, options: ServerOptions, say: Callable[[str], 
         host=options.host,
         port=options.port,
         uds=None if options.uds is None else str(options.uds),
-        http="httptools",
+        http=bounded_protocol(options.arrive_s),
         ssl_certfile=options.certificate,
         ssl_keyfile=options.key_file,
         log_config=None,

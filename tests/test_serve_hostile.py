@@ -1,0 +1,161 @@
+"""A server under requests that nobody should send: it stays up, and others get their own tokens all the while."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from hostile_requests import Hostile, head, huge, many
+from jobs_support import letters_model
+from serve_support import KEY, Server, serving
+
+from zinfer import LLM
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+PROMPTS = [f"{'ab' * (number % 7 + 1)}{chr(97 + number % 26)}" for number in range(12)]
+ARRIVE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return letters_model(tmp_path_factory.mktemp("models") / "letters", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[str, str]:
+    with LLM(str(model), device="cpu") as llm:
+        return {each: llm.generate(each, max_new_tokens=12)[0].text for each in PROMPTS}
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ("--files", "kept", "--max-body", "1", "--arrive", str(ARRIVE_S))
+    with serving(model, tmp_path_factory.mktemp("server"), *options) as server, ThreadPoolExecutor(1) as threads:
+        said = threads.submit(server.process.stderr.read)
+        yield server
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 0
+        assert "Traceback" not in said.result()
+
+
+class GoodClient:
+    """Asks without end while others do harm, and compares each answer with the one that it gets alone."""
+
+    def __init__(self, server: Server, alone: dict[str, str]) -> None:
+        self._client, self._alone = server.client(timeout=60), alone
+        self._stop, self.num_answers = threading.Event(), 0
+
+    def run(self) -> None:
+        while not self._stop.is_set():
+            prompt = PROMPTS[self.num_answers % len(PROMPTS)]
+            answer = self._client.completions.create(model="letters", prompt=prompt, temperature=0, max_tokens=12)
+            assert answer.choices[0].text == self._alone[prompt]
+            self.num_answers += 1
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+@pytest.mark.parametrize("number", [120, pytest.param(2000, marks=pytest.mark.slow)])
+def test_hostile_requests_harm_nobody(server: Server, alone: dict[str, str], number: int) -> None:
+    number = int(os.environ.get("ZINFER_HOSTILE", number))
+    good = GoodClient(server, alone)
+
+    def send(request: Hostile) -> int | None:
+        status = request.send(server.url, timeout=60)
+        assert status is None or status < 500, (status, request.data[:2000])
+        return status
+
+    with ThreadPoolExecutor(9) as threads:
+        beside = threads.submit(good.run)
+        try:
+            found = Counter(threads.map(send, many(number, number, KEY)))
+        finally:
+            good.stop()
+        beside.result()
+    print(dict(found), good.num_answers)
+    assert good.num_answers > 0
+    assert found[400] > number / 4
+    assert found[200] > 0
+
+
+def slowly(server: Server, first: bytes) -> bytes:
+    """Send bytes one by one until the server ends the connection; returns what it answered."""
+    where, began_s = urlsplit(server.url), time.monotonic()
+    answer, more = b"", b"\n" if first == SLOW["lines"] else b"a"
+    with socket.create_connection((where.hostname, where.port), timeout=0.2) as client:
+        client.sendall(first)
+        while time.monotonic() - began_s < 60:
+            try:
+                if not (part := client.recv(1000)):
+                    return answer
+                answer += part
+            except TimeoutError:
+                client.sendall(more if first else b"")
+            except ConnectionError:
+                return answer
+    raise AssertionError("the connection stayed")
+
+
+BODY = head("/v1/completions", 1000, key=KEY) + b"\r\n{"
+SLOW = {
+    "nothing": b"",
+    "lines": b"\r\n",
+    "head": b"POST /v1/completions HTTP/1.1\r\nx: ",
+    "body": BODY,
+    "body without a key": BODY.replace(KEY.encode(), b"no"),
+}
+
+
+def test_requests_that_do_not_arrive_end_their_connections(server: Server) -> None:
+    with ThreadPoolExecutor(len(SLOW)) as threads:
+        found = dict(zip(SLOW, threads.map(lambda first: slowly(server, first), SLOW.values()), strict=True))
+    statuses = {name: answer.split()[1] for name, answer in found.items()}
+    assert statuses == {**dict.fromkeys(SLOW, b"408"), "body without a key": b"401"}
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["stated", "chunked"])
+@pytest.mark.parametrize(("key", "status"), [(KEY, 413), ("no", 401)])
+def test_a_body_that_is_too_large_gets_an_answer(server: Server, key: str, status: int, is_chunked: bool) -> None:
+    """Also if the client sends all of it before it reads, and asks for the connection's end."""
+    request = huge("/v1/completions", 100_000_000, key=key, is_chunked=is_chunked)
+    assert request.send(server.url, timeout=60) == status
+
+
+def test_a_client_that_asks_first_sends_no_body_that_is_too_large(server: Server) -> None:
+    first = head("/v1/completions", 100_000_000, "expect: 100-continue", key=KEY).replace(b"connection: close\r\n", b"")
+    answer = slowly(server, first + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"connection: close" in answer
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\n0\r\n"], ids=["head", "trailers"])
+def test_heads_have_an_end(server: Server, end: bytes) -> None:
+    first = head("/v1/completions", -1, "transfer-encoding: chunked", key=KEY) + end
+    where = urlsplit(server.url)
+    with socket.create_connection((where.hostname, where.port), timeout=30) as client:
+        with contextlib.suppress(ConnectionError):
+            client.sendall(first + b"".join(b"a%d: b\r\n" % number for number in range(1_000_000)))
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(100).startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
+
+
+def test_many_connections_hold_up_nobody(server: Server, alone: dict[str, str]) -> None:
+    where = urlsplit(server.url)
+    firsts = [*SLOW.values()] * 100
+    with contextlib.ExitStack() as stack:
+        for first in firsts:
+            client = socket.create_connection((where.hostname, where.port), timeout=30)
+            stack.enter_context(client).sendall(first)
+        answer = server.client(timeout=60).completions.create(
+            model="letters", prompt=PROMPTS[0], temperature=0, max_tokens=12
+        )
+    assert answer.choices[0].text == alone[PROMPTS[0]]

@@ -1,0 +1,98 @@
+"""`BoundedProtocol`: HTTP connections whose requests must arrive in time, and whose heads have a limited size.
+
+uvicorn has a time limit for the pause after an answer, and none for a request that arrives byte by byte.
+"""
+
+import asyncio
+import json
+from http import HTTPStatus
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from zinfer.serve.errors import ApiError
+
+LEAST_RATE: Final = 4096
+"""Bytes a second; a request that arrives faster is not too slow, whatever its size."""
+
+_MOST_HEAD_BYTES: Final = 64 << 10
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection that is closed, with 408, if its next request does not arrive in time.
+
+    A request may take `arrive_s` seconds, and one more for each `LEAST_RATE` bytes that came; so may the rest of a body
+    whose answer was sent before, without the latter. Heads, and trailers, beyond 64 KiB get 431.
+
+    Attributes:
+        arrive_s: seconds; looked at as often, so that a connection may stay for twice as long.
+    """
+
+    arrive_s: float
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._num_quiet_bytes = 0  # that were neither a request's end nor of a body
+        self._await_request()
+        self._look_later(self.arrive_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._looking.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or not self.cycle.response_complete:
+            self._num_bytes += len(data)
+        self._num_quiet_bytes += len(data)
+        super().data_received(data)
+        if self._num_quiet_bytes > _MOST_HEAD_BYTES:
+            self._refuse(431, f"the headers are more than {_MOST_HEAD_BYTES} bytes; send less")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_request()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_quiet_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_quiet_bytes = 0
+        self._is_arriving = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline:
+            self._await_request()
+
+    def _await_request(self) -> None:
+        self._is_arriving, self._since_s, self._num_bytes = True, self.loop.time(), 0
+
+    def _look(self) -> None:
+        now_s = self.loop.time()
+        if self.flow.read_paused:  # it is this side that does not read
+            self._since_s = now_s
+        left_s = self._since_s + self.arrive_s + self._num_bytes / LEAST_RATE - now_s
+        if self._is_arriving and left_s <= 0:
+            self._refuse(408, f"the request did not arrive within {self.arrive_s:.0f} s; send it faster")
+        else:
+            self._look_later(max(left_s, self.arrive_s / 10) if self._is_arriving else self.arrive_s)
+
+    def _look_later(self, seconds: float) -> None:
+        self._looking = self.loop.call_later(seconds, self._look)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Close the connection; with an answer, unless another one is on its way."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = json.dumps(ApiError(status, message).body).encode()
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+def bounded_protocol(arrive_s: float) -> Any:
+    """Return the class of connections with this limit, for uvicorn's ``http``."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"arrive_s": arrive_s})
