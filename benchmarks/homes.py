@@ -37,4 +37,4 @@ def config_for(folder: Path, case: str, num_slots: int | None = None) -> dict[st
     outside = sum(block.nbytes for block in blocks_of(folder)) - sum(layer.nbytes for layer in layers)
     num_resident = len(layers) * share // 100
     budget = outside + (num_resident + (num_slots or 2) * (share < 100)) * layers[0].nbytes
-    return {"zinfer": {"max_device_memory": budget, **slots}}
+    return {"zinfer": {"max_weight_memory": budget, **slots}}

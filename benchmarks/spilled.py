@@ -51,8 +51,8 @@ class Bench:
         resident, wanted, plan = self._run(bits, cuda_graph=True)
         aside = max(_NUM_SLOTS * plan["layer_bytes"], plan["converting_bytes"])
         budget = plan["bytes"] - self._args.streamed * plan["layer_bytes"] + aside
-        launched, _, _ = self._run(bits, cuda_graph=False, max_device_memory=budget)
-        replayed, found, short = self._run(bits, cuda_graph=True, max_device_memory=budget)
+        launched, _, _ = self._run(bits, cuda_graph=False, max_weight_memory=budget)
+        replayed, found, short = self._run(bits, cuda_graph=True, max_weight_memory=budget)
         if found != wanted:
             raise SystemExit(f"gate: {bits} bits: tokens of streamed weights are not those of resident ones")
         link_ms = short["streamed_bytes"] / link_bytes_per_s(short["layer_bytes"], self._device) * 1e3

@@ -51,10 +51,10 @@ def config_for(folder: Path, homes: str, num_slots: int, device: str) -> dict[st
     offload = {"resident": "none", "host": "cpu", "disk": "nvme", "mixed": "none"}[homes]
     if homes != "resident":
         always = sum(block.nbytes for block in blocks if block.encloses)
-        budgets["max_device_memory"] = num_slots * largest + always
+        budgets["max_weight_memory"] = num_slots * largest + always
     if homes == "mixed":
         small = sum(block.nbytes for block in blocks if block.nbytes < largest / 2)
-        budgets["max_device_memory"] = num_slots * largest + small
+        budgets["max_weight_memory"] = num_slots * largest + small
         budgets["max_host_memory"] = 2 * max(staging, align_up(largest)) + align_up(largest)
     return {"zero_optimization": {"offload_param": {"device": offload}}, "zinfer": budgets}
 

@@ -186,7 +186,7 @@ class Case:
         return {
             "zero_optimization": {"offload_param": offload},
             "aio": {"block_size": self.block_pages * PAGE_BYTES},
-            "zinfer": {"device": device, "num_slots": self.num_slots, "max_device_memory": device_bytes},
+            "zinfer": {"device": device, "num_slots": self.num_slots, "max_weight_memory": device_bytes},
         }
 
 

@@ -76,7 +76,7 @@ def test_passes_over_layers_from_disk_carry_more(tmp_path: Path) -> None:
 def test_what_is_stated_for_weights_or_slots_is_left_to_them(tmp_path: Path) -> None:
     outline = outline_of(write_config(tmp_path, {**CONFIGS["Llama-3-70B"], "max_position_embeddings": 131072}))
     usual, _, _ = placed(outline, "h200")
-    stated, plan, _ = placed(outline, "h200", zinfer={"max_device_memory": "60GB"})
+    stated, plan, _ = placed(outline, "h200", zinfer={"max_weight_memory": "60GB"})
     assert stated.footprint.kv_bytes < usual.footprint.kv_bytes - 40e9
     assert 50e9 < plan.device_bytes <= 60e9
     _, plan, _ = placed(outline, "h200", zinfer={"num_slots": 8})
@@ -105,7 +105,7 @@ LLAMA_8B = {
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("free_gb", [8, 12, 24, 48, 80])
 @pytest.mark.parametrize(
-    "stated", [{}, {"max_device_memory": "2.5GB"}, {"num_slots": 6}, {"max_device_memory": "3GB", "num_slots": 2}]
+    "stated", [{}, {"max_weight_memory": "2.5GB"}, {"num_slots": 6}, {"max_weight_memory": "3GB", "num_slots": 2}]
 )
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_cards_of_all_sizes_take_a_model(
@@ -116,7 +116,7 @@ def test_cards_of_all_sizes_take_a_model(
     config = {**stated, **({"quantization": {"bits": bits}} if bits else {})}
     budget, plan, free_bytes = placed(outline, machine_with(free_gb * 10**9, 10**11), zinfer=config)
     assert budget.footprint.nbytes + plan.device_bytes <= free_bytes
-    if free_gb >= 24 and "max_device_memory" not in stated:
+    if free_gb >= 24 and "max_weight_memory" not in stated:
         num_resident = plan.num_blocks(Tier.DEVICE)
         assert num_resident == len(outline.blocks) or num_resident <= 5, "all layers stay, or next to none"
 

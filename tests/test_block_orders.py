@@ -39,7 +39,7 @@ def tight(model: OddModel, num_slots: int, device: str) -> dict[str, Any]:
     """A configuration that leaves room for the slots alone."""
     blocks = [block.block for block in partition_model(model, {})]
     largest, always = max(block.nbytes for block in blocks), sum(block.nbytes for block in blocks if block.encloses)
-    return {"max_device_memory": num_slots * largest + always, "num_slots": num_slots, "device": device}
+    return {"max_weight_memory": num_slots * largest + always, "num_slots": num_slots, "device": device}
 
 
 @pytest.mark.sampled(4)

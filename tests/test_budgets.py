@@ -54,13 +54,13 @@ def test_the_least_device_memory_is_named_and_enough(
 ) -> None:
     config = offload(device) if device else {}
     slots = {} if num_slots is None else {"num_slots": num_slots}
-    with pytest.raises(PlanError, match=r"max_device_memory.*model\.layers\.\d") as caught:
-        plan_of(folder, config, max_device_memory=1, **slots)
+    with pytest.raises(PlanError, match=r"max_weight_memory.*model\.layers\.\d") as caught:
+        plan_of(folder, config, max_weight_memory=1, **slots)
     needed = needed_bytes(str(caught.value))
     assert needed == (num_slots or 2) * layer_bytes
-    with pytest.raises(PlanError, match=f"{needed - 1} B|max_device_memory"):
-        plan_of(folder, config, max_device_memory=needed - 1, **slots)
-    with loaded(folder, config, max_device_memory=needed, **slots) as engine:
+    with pytest.raises(PlanError, match=f"{needed - 1} B|max_weight_memory"):
+        plan_of(folder, config, max_weight_memory=needed - 1, **slots)
+    with loaded(folder, config, max_weight_memory=needed, **slots) as engine:
         assert engine.plan.device_bytes <= needed
         assert torch.equal(engine(**batch).logits, expected)
         assert engine.stats().device_bytes <= needed
@@ -81,11 +81,11 @@ def test_the_least_host_memory_is_named_and_enough(
     slots = {} if num_slots is None else {"num_slots": num_slots}
     budget = (num_slots or 2) * layer_bytes
     with pytest.raises(PlanError, match="max_host_memory is 1 B") as caught:
-        plan_of(folder, config, max_device_memory=budget, max_host_memory=1, **slots)
+        plan_of(folder, config, max_weight_memory=budget, max_host_memory=1, **slots)
     needed = needed_bytes(str(caught.value))
     with pytest.raises(PlanError, match="max_host_memory"):
-        plan_of(folder, config, max_device_memory=budget, max_host_memory=needed - 1, **slots)
-    with loaded(folder, config, max_device_memory=budget, max_host_memory=needed, **slots) as engine:
+        plan_of(folder, config, max_weight_memory=budget, max_host_memory=needed - 1, **slots)
+    with loaded(folder, config, max_weight_memory=budget, max_host_memory=needed, **slots) as engine:
         assert engine.plan.host_bytes <= needed
         assert torch.equal(engine(**batch).logits, expected)
 
@@ -97,19 +97,19 @@ def test_a_head_that_is_larger_than_any_layer(tmp_path: Path) -> None:
     ids = torch.tensor([[4999, 3, 700]])
     with torch.no_grad():
         expected = model(ids).logits
-    with pytest.raises(PlanError, match=r"max_device_memory.*wte") as caught:
-        plan_of(tmp_path, max_device_memory=1)
+    with pytest.raises(PlanError, match=r"max_weight_memory.*wte") as caught:
+        plan_of(tmp_path, max_weight_memory=1)
     needed = needed_bytes(str(caught.value))
-    with pytest.raises(PlanError, match="max_device_memory"):
-        plan_of(tmp_path, max_device_memory=needed - 1)
-    with loaded(tmp_path, max_device_memory=needed) as engine:
+    with pytest.raises(PlanError, match="max_weight_memory"):
+        plan_of(tmp_path, max_weight_memory=needed - 1)
+    with loaded(tmp_path, max_weight_memory=needed) as engine:
         assert engine.plan.device_bytes <= needed
         assert torch.equal(engine(ids).logits, expected)
 
 
 def test_a_module_in_memory_that_the_host_cannot_hold(layer_bytes: int, batch: dict[str, torch.Tensor]) -> None:
     """It has no home on disk, so the host must take what the device does not."""
-    budgets = {"max_device_memory": 2 * layer_bytes}
+    budgets = {"max_weight_memory": 2 * layer_bytes}
     with pytest.raises(PlanError, match="max_host_memory is 1 B") as caught:
         plan_of(tiny_model("llama", num_layers=NUM_LAYERS), max_host_memory=1, **budgets)
     needed = needed_bytes(str(caught.value))
@@ -123,23 +123,23 @@ def test_a_module_in_memory_that_the_host_cannot_hold(layer_bytes: int, batch: d
 
 
 def test_a_budget_with_a_unit(folder: Path, layer_bytes: int) -> None:
-    assert plan_of(folder, max_device_memory="1GB").streamed_bytes == 0
-    with pytest.raises(PlanError, match=r"max_device_memory is 100\.00 kB"):
-        plan_of(folder, max_device_memory="100KB")
-    assert plan_of(folder, {"zinfer": {"max_device_memory": "400KB"}}).device_bytes <= 400_000
+    assert plan_of(folder, max_weight_memory="1GB").streamed_bytes == 0
+    with pytest.raises(PlanError, match=r"max_weight_memory is 100\.00 kB"):
+        plan_of(folder, max_weight_memory="100KB")
+    assert plan_of(folder, {"zinfer": {"max_weight_memory": "400KB"}}).device_bytes <= 400_000
 
 
 def test_config_and_kwargs_that_contradict_each_other(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"zinfer\.max_device_memory is given twice with different values"):
-        plan_of(folder, {"zinfer": {"max_device_memory": "1GB"}}, max_device_memory="2GB")
-    assert plan_of(folder, {"zinfer": {"max_device_memory": "1GB"}}, max_device_memory=10**9).streamed_bytes == 0
+    with pytest.raises(ConfigError, match=r"zinfer\.max_weight_memory is given twice with different values"):
+        plan_of(folder, {"zinfer": {"max_weight_memory": "1GB"}}, max_weight_memory="2GB")
+    assert plan_of(folder, {"zinfer": {"max_weight_memory": "1GB"}}, max_weight_memory=10**9).streamed_bytes == 0
     with pytest.raises(ConfigError, match=r"offload_param\.device is given twice"):
         plan_of(folder, offload("cpu"), zero={"offload_param": {"device": "nvme"}})
 
 
 def test_more_pinned_than_host_memory_is_no_licence(folder: Path, layer_bytes: int) -> None:
     plan = plan_of(
-        folder, offload("cpu"), max_device_memory=2 * layer_bytes, max_host_memory="1MB", max_pinned_memory="1GB"
+        folder, offload("cpu"), max_weight_memory=2 * layer_bytes, max_host_memory="1MB", max_pinned_memory="1GB"
     )
     assert plan.pinned_bytes <= plan.host_bytes <= 10**6
 
@@ -171,12 +171,12 @@ def test_any_budgets_are_kept(
     engine: zinfer.InferenceEngine | str
     try:
         engine = zinfer.init_inference(
-            folder, device="cpu", max_device_memory=device_budget, max_host_memory=host_budget, **slots
+            folder, device="cpu", max_weight_memory=device_budget, max_host_memory=host_budget, **slots
         )
     except PlanError as error:
         engine = str(error)
     if isinstance(engine, str):
-        short = device_budget if "max_device_memory is" in engine else host_budget
+        short = device_budget if "max_weight_memory is" in engine else host_budget
         assert needed_bytes(engine) > short, "a budget was refused although it holds what is needed"
         return
     try:
@@ -196,7 +196,7 @@ def test_any_budgets_are_kept(
 
 
 def counts(folder: Path, device_budget: int, host_budget: int) -> tuple[int, int, int]:
-    plan = plan_of(folder, max_device_memory=device_budget, max_host_memory=host_budget)
+    plan = plan_of(folder, max_weight_memory=device_budget, max_host_memory=host_budget)
     return plan.num_blocks(Tier.DEVICE), plan.num_blocks(Tier.HOST), plan.num_blocks(Tier.DISK)
 
 
@@ -232,7 +232,7 @@ def test_spare_device_memory_holds_layers(folder: Path, total_bytes: int, layer_
 
 
 def test_the_small_blocks_are_resident_first(folder: Path, layer_bytes: int, small_bytes: int) -> None:
-    plan = plan_of(folder, max_device_memory=2 * layer_bytes + small_bytes)
+    plan = plan_of(folder, max_weight_memory=2 * layer_bytes + small_bytes)
     blocks = blocks_of(folder)
     resident = {block.name for block, home in zip(blocks, plan.homes, strict=True) if home.tier is Tier.DEVICE}
     assert len(resident) == 3

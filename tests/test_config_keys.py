@@ -60,6 +60,7 @@ SUPPORTED = {
     "fp16.enabled": [],
     "bf16.enabled": [],
     "zinfer.max_device_memory": [],
+    "zinfer.max_weight_memory": [],
     "zinfer.max_host_memory": [],
     "zinfer.max_pinned_memory": [],
     "zinfer.num_slots": [],

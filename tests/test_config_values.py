@@ -59,7 +59,7 @@ def test_sizes_as_people_write_them(text: object, num_bytes: int) -> None:
     "value",
     [0, -1, "0GB", "-3GB", "24G", "lots", "", "GB", "1e9", "٣GB", 1.5, True, "0.1B", [1], float("nan"), math.inf],
 )
-@pytest.mark.parametrize("name", ["max_device_memory", "max_host_memory", "max_pinned_memory"])
+@pytest.mark.parametrize("name", ["max_device_memory", "max_weight_memory", "max_host_memory", "max_pinned_memory"])
 def test_nonsense_sizes_are_refused_with_an_example(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf'^zinfer\.{name} = .*: expected .*"24GB"'):
         resolve_settings({"zinfer": {name: value}})

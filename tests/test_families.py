@@ -209,7 +209,7 @@ def test_what_is_not_known_of_other_models_than_decoders_is_said(class_name: str
     family_model(family.model_type, class_name).save_pretrained(tmp_path)
     with loaded(tmp_path, DISK) as engine, pytest.raises(PlanError, match=message):
         engine.predict(batch_size=1, prompt_len=4, new_tokens=4)
-    with pytest.raises(PlanError, match=r"state zinfer\.max_device_memory"):
+    with pytest.raises(PlanError, match=r"state zinfer\.max_weight_memory"):
         zinfer.init_inference(tmp_path, {"zinfer": {"batch_size": 1, "prompt_len": 4, "new_tokens": 4}}, device="cpu")
     with pytest.raises(PlanError, match=message):
         read_outline(tmp_path)

@@ -44,7 +44,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def large_config(homes: str, device: str) -> dict[str, object]:
     offload = {"device": {"resident": "none", "host": "cpu", "disk": "nvme"}[homes]}
-    budgets = {"device": device, "max_device_memory": EVERYTHING, "max_host_memory": EVERYTHING}
+    budgets = {"device": device, "max_weight_memory": EVERYTHING, "max_host_memory": EVERYTHING}
     return {"zero_optimization": {"offload_param": offload}, "zinfer": budgets}
 
 

@@ -157,13 +157,13 @@ def test_what_does_not_fit_and_what_is_too_long_is_told(folder: Path) -> None:
 
 
 def test_fewer_bytes_are_advised_where_the_link_is_slow(folder: Path) -> None:
-    outline, machine = outline_of(folder), machine_with(900_000_000, 10**10, rates(link_bytes_per_s=2e9))
+    outline, machine = outline_of(folder), machine_with(910_000_000, 10**10, rates(link_bytes_per_s=2e9))
     planned = plan_job(Case(outline, machine, SETTINGS), JOB)
     assert planned.simulated.bottleneck == "link"
     advice = job_advice(planned)
     assert any("zinfer.quantization" in each for each in advice)
     smaller = read_outline(folder, None, Quantization((QuantRule(bits=8),)))
-    machine, sizes = machine_with(930_000_000, 10**10), stated(kv_cache_memory=46_000_000, tokens_per_pass=1024)
+    machine, sizes = machine_with(940_000_000, 10**10), stated(kv_cache_memory=46_000_000, tokens_per_pass=1024)
     planned = plan_job(Case(smaller, machine, sizes), JOB)
     assert planned.plan.streamed_bytes
     assert not any("quantization" in each for each in job_advice(planned))

@@ -134,7 +134,7 @@ def test_rows_that_cannot_be_encoded(tmp_path: Path) -> None:
 
 def test_passes_leave_no_room_for_weights_in_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("bert", "BertModel", tmp_path / "model")
-    monkeypatch.setattr("zinfer.engine.estimator.free_device_bytes", lambda limits: 2_000_000)
+    monkeypatch.setattr("zinfer.engine.streamed_model.free_device_bytes", lambda limits: 2_000_000)
     write_rows(tmp_path / "in.jsonl", [{"id": 0, "prompt": "a" * 60}])
     paths = [tmp_path / name for name in ("model", "in.jsonl", "out.jsonl")]
     with pytest.raises(

@@ -66,7 +66,7 @@ def test_three_gigabytes_run_within_1200_megabytes(big: Path, tmp_path: Path) ->
     assert total >= 3_000_000_000
     rows, out, config = tmp_path / "rows.jsonl", tmp_path / "out.jsonl", tmp_path / "config.json"
     rows.write_text("".join(json.dumps({"prompt": f"{n}+{n * n}="}) + "\n" for n in range(4)))
-    offload = {"zero_optimization": {"offload_param": {"device": "nvme"}}, "zinfer": {"max_device_memory": "500MB"}}
+    offload = {"zero_optimization": {"offload_param": {"device": "nvme"}}, "zinfer": {"max_weight_memory": "500MB"}}
     config.write_text(json.dumps(offload))
     cached_before = sum(map(cached_bytes, shards))
     command = [sys.executable, "-c", MEASURED_JOB, str(big), str(rows), str(out), str(config)]

@@ -162,9 +162,9 @@ def test_a_refused_module_keeps_its_weights(batch: Tensors) -> None:
     model = tiny_model("llama", num_layers=3)
     expected = eager_logits(model, batch)
     with pytest.raises(ZinferError):
-        refused(model, max_device_memory=1)
+        refused(model, max_weight_memory=1)
     with pytest.raises(ZinferError):
-        refused(model, max_device_memory=400_000, max_host_memory=1)
+        refused(model, max_weight_memory=400_000, max_host_memory=1)
     assert torch.equal(eager_logits(model, batch), expected)
 
 
@@ -188,7 +188,7 @@ def test_a_module_in_training_mode_drops_nothing_out(batch: Tensors) -> None:
 def test_a_tied_module_in_memory(batch: Tensors) -> None:
     model = tiny_model("llama", num_layers=2, tie=True)
     expected = eager_logits(model, batch)
-    for config in (HOST, HOST | {"zinfer": {"max_device_memory": 2 * 148_480}}):
+    for config in (HOST, HOST | {"zinfer": {"max_weight_memory": 2 * 148_480}}):
         model = tiny_model("llama", num_layers=2, tie=True)
         with loaded(model, config) as engine:
             assert torch.equal(engine(**batch).logits, expected)

@@ -133,7 +133,7 @@ def test_max_in_cpu_and_a_module_in_memory_contradict_each_other() -> None:
 def test_a_cast_is_planned_in_the_dtype_that_is_stored_on_the_device(folder: Path, total_bytes: int) -> None:
     half = plan_of(folder, dtype="bf16")
     assert half.device_bytes < 0.6 * total_bytes
-    assert plan_of(folder, dtype="bf16", max_device_memory=half.device_bytes).streamed_bytes == 0
+    assert plan_of(folder, dtype="bf16", max_weight_memory=half.device_bytes).streamed_bytes == 0
 
 
 def test_pin_memory_on_a_machine_without_cuda_pins_nothing(folder: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_hint_gives_way_to_the_budget(
     keys = zero(offload_param={"device": "cpu"}, stage3_prefetch_bucket_size=5e8)
     assert plan_of(folder, keys).num_slots > 4
     budget = (num_slots + 1) * layer_bytes - 1
-    with loaded(folder, keys, max_device_memory=budget) as engine:
+    with loaded(folder, keys, max_weight_memory=budget) as engine:
         assert engine.plan.num_slots == num_slots
         assert engine.plan.device_bytes <= budget
         assert torch.equal(engine(**batch).logits, expected)

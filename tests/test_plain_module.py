@@ -19,7 +19,7 @@ from zinfer.errors import CheckpointError, ConfigError, LengthError, PlanError
 IDS = torch.randint(VOCAB_SIZE, (3, 11), generator=torch.Generator().manual_seed(4))
 POLICY: dict[Any, Any] = {Block: ("attn.out_proj", "mlp.fc2")}
 BLOCK_BYTES = 51_456
-SMALL: dict[str, object] = {"zinfer": {"max_device_memory": 2 * BLOCK_BYTES + 20_000}}
+SMALL: dict[str, object] = {"zinfer": {"max_weight_memory": 2 * BLOCK_BYTES + 20_000}}
 
 
 def logits_of(model: nn.Module, **kwargs: Any) -> torch.Tensor:

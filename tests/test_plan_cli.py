@@ -224,10 +224,13 @@ def test_a_refusal_names_what_was_stated_and_what_would_fit(tmp_path: Path, monk
     check_refused(refused, "the device memory for weights is", "set zinfer.num_slots to 1, or quantize", fits)
     assert "max_device_memory" not in refused.stderr
     config = tmp_path / "ds.json"
-    config.write_text('{"zinfer": {"max_device_memory": "1MB", "num_slots": 2}}')
+    config.write_text('{"zinfer": {"max_weight_memory": "1MB", "num_slots": 2}}')
     refused = zinfer_plan(folder, *options, "--config", str(config))
-    check_refused(refused, "zinfer.max_device_memory is 1.00 MB", "raise it, or lower zinfer.num_slots, or quantize")
+    check_refused(refused, "zinfer.max_weight_memory is 1.00 MB", "raise it, or lower zinfer.num_slots, or quantize")
     monkeypatch.setitem(PRESETS, "a6000", machine_with(1_000_000_000, 10**10))
+    config.write_text('{"zinfer": {"max_device_memory": "20MB"}}')
+    refused = zinfer_plan(folder, *options, "--config", str(config))
+    check_refused(refused, "zinfer.max_device_memory is 20.00 MB, too little: at least ", "(834.", "reserve 825.")
     refused = zinfer_plan(folder, "--machine", "a6000", "--batch-size", "4096", "--prompt-len", "64")
     fits = "what would fit: a job that shares its passes"
     check_refused(refused, fits, "or --batch-size ", "lower the batch size first")

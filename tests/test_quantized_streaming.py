@@ -53,7 +53,7 @@ def quantized(
     config = {"zero_optimization": {"offload_param": {"device": offload}}, "zinfer": ours}
     if homes == "mixed":  # what loading takes leaves room for some layers
         with quantized(model, section, "host", device, num_slots) as engine:
-            ours["max_device_memory"] = engine.plan.device_bytes + 2 * engine.plan.slot_bytes
+            ours["max_weight_memory"] = engine.plan.device_bytes + 2 * engine.plan.slot_bytes
     engine = zinfer.init_inference(model, config)
     try:
         yield engine

@@ -35,7 +35,7 @@ def config(
     """The most device memory decides whether layers on it are divided, or whole on each rank."""
     options: dict[str, Any] = {"device": device}
     if most_device_bytes is not None or device == "cuda":  # which several ranks may share
-        options["max_device_memory"] = most_device_bytes or "4GB"
+        options["max_weight_memory"] = most_device_bytes or "4GB"
     if bits is not None:
         options["quantization"] = {"bits": bits, "group_size": 16} if bits == 4 else {"bits": bits}
     return {"zero_optimization": {"offload_param": {"device": homes}}, "zinfer": options}

@@ -25,7 +25,7 @@ by_nccl = patch("zinfer.ranks.model_ranks.can_copy", return_value=False)
 
 
 def config(mode: Mode, size: int, homes: str = "cpu") -> dict[str, Any]:
-    options = {"device": "cuda", "max_device_memory": "4GB", "parallel": {mode: size}}
+    options = {"device": "cuda", "max_weight_memory": "4GB", "parallel": {mode: size}}
     return {"zero_optimization": {"offload_param": {"device": homes}}, "zinfer": options}
 
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import zinfer.sampling.sampler
 from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.sampler import Row, Sampler, row_uniform
@@ -98,12 +97,11 @@ def test_padding_is_never_read(device: str) -> None:
     assert all(0 <= token_id < 60 for token_id, _ in padded)
 
 
-def test_parts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_do_not_show() -> None:
     logits, rows = some_batch(3, 31, 50)
     whole = results(Sampler(50, "cpu"), logits, rows)
     for most in (1, 50 * 4, 50 * 30):
-        monkeypatch.setattr(zinfer.sampling.sampler, "_PART_LOGITS", most)
-        assert results(Sampler(50, "cpu"), logits, rows) == whole
+        assert results(Sampler(50, "cpu", most), logits, rows) == whole
 
 
 def test_logits_are_not_changed() -> None:
@@ -188,13 +186,12 @@ def host_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_plain_greedy_is_one_reduction_and_one_copy(host_copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zinfer.sampling.sampler, "_PART_LOGITS", 100)  # parts are for rows that need memory
+def test_plain_greedy_is_one_reduction_and_one_copy(host_copies: list[int]) -> None:
     logits = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     expected = logits.argmax(1)
     rows = [Row(SamplingParams(), [1], [2], (3,), lambda step: 0.0)] * 50
     with Operations(wide=50 * 64) as seen:
-        sampled = Sampler(64, "cpu").sample(logits, rows)
+        sampled = Sampler(64, "cpu", 100).sample(logits, rows)  # parts are for rows that need memory
     assert seen.wide_names == {"aten.max.dim": 1}
     assert host_copies == [50]
     assert sampled.token_ids == expected.tolist()

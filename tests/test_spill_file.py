@@ -201,7 +201,7 @@ def test_a_refused_module_keeps_its_weights_and_leaves_nothing(batch: Tensors, t
     model = tiny_model("llama", num_layers=3)
     expected, before = eager_logits(model, batch), Holdings.now()
     with pytest.raises(PlanError) as kept:  # as a prompt keeps the last one, for who wants to look into it
-        refused(model, on_disk(tmp_path), max_device_memory=1)
+        refused(model, on_disk(tmp_path), max_weight_memory=1)
     assert torch.equal(eager_logits(model, batch), expected)
     assert Holdings.now() == before
     del kept

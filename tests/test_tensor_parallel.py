@@ -311,7 +311,7 @@ def test_batches_are_continued_by_divided_layers(folders: list[Path]) -> None:
 @pytest.mark.gpu
 def test_ranks_on_a_gpu_divide_layers(folders: list[Path]) -> None:
     def on_gpu(size: int, homes: str) -> dict[str, Any]:
-        return config(size, homes) | {"zinfer": {"device": "cuda", "max_device_memory": "4GB"}}
+        return config(size, homes) | {"zinfer": {"device": "cuda", "max_weight_memory": "4GB"}}
 
     inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     cases = [(folder, homes) for folder in folders for homes in ("cpu", "none")]

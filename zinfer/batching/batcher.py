@@ -25,6 +25,7 @@ from zinfer.engine.finite_check import FiniteWatch
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.planning.kv_budget import BatchingBudget
+from zinfer.planning.pass_sizes import PIECE_PARTS
 from zinfer.requests.completion import not_finite
 from zinfer.sampling.async_copy import send
 from zinfer.sampling.sampler import BROKEN, Drawn, Row, Sampler, row_uniform
@@ -277,7 +278,8 @@ class Batcher:
         self.num_tokens += self.pass_sizes[-1].num_tokens
         if scheduled.chunks.extra_logits and not scheduled.has_guesses:
             scorer = PromptScorer(self._sampler, scheduled.chunks, self._running)
-            self._runner.run_in_pieces(batch, max(_PIECE_LOGITS // self._sampler.vocab_size, 1), scorer.take)
+            most = min(_PIECE_LOGITS, PIECE_PARTS * self._budget.part_logits) // self._sampler.vocab_size
+            self._runner.run_in_pieces(batch, max(most, 1), scorer.take)
             return scorer.sampled, scorer
         logits = self._runner.run(batch)
         return logits if form is None else logits[: len(scheduled.chunks)], None

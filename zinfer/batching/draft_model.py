@@ -1,16 +1,19 @@
 """`DraftModel`: guesses by a small model of the same vocabulary, which stays on the device."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from zinfer.config import Settings
-from zinfer.errors import ConfigError
+from zinfer.errors import ConfigError, PlanError
+from zinfer.planning.device_cap import DeviceParts
 from zinfer.ranks.environment import num_started
 from zinfer.requests.completion import Completion
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.scheduling.sequence import Sequence as TokenSequence
 from zinfer.scheduling.speculation import MOST_TOKENS
+from zinfer.units import human_bytes
 
 _MOST_GUESSES: Final = 8
 """Each takes a pass of the small model, during which the large one only streams on."""
@@ -56,8 +59,27 @@ def draft_config(settings: Settings) -> dict[str, Any]:
         "kv_cache_memory": _KV_BYTES,
         "max_sequences": MOST_TOKENS // 2,
         "tokens_per_pass": _TOKENS_PER_PASS,
+        "max_device_memory": settings.memory.max_device_memory,
     }
     return {"zinfer": own | ({"parallel": {"replicas": num_started()}} if num_started() > 1 else {})}
+
+
+def beside_draft(settings: Settings, draft: DeviceParts) -> Settings:
+    """Return the settings of a large model beside a small one that takes so much of the same cap.
+
+    Raises:
+        PlanError: it takes all of it.
+    """
+    cap = settings.memory.max_device_memory
+    if cap is None:
+        return settings
+    draft_bytes = draft.total - draft.reserve  # what is kept for CUDA itself serves both
+    if draft_bytes >= cap:
+        raise PlanError(
+            f"zinfer.max_device_memory is {human_bytes(cap)}, and zinfer.draft_model takes {human_bytes(draft_bytes)} "
+            "of it; raise the one, or leave out the other"
+        )
+    return replace(settings, memory=replace(settings.memory, max_device_memory=cap - draft_bytes))
 
 
 def check_vocabulary(folder: Path, draft: tuple[Any, int], own: tuple[Any, int]) -> None:

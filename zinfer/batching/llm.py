@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.batching.batcher import Batcher
-from zinfer.batching.draft_model import DraftModel, check_vocabulary, draft_config
+from zinfer.batching.draft_model import DraftModel, beside_draft, check_vocabulary, draft_config
 from zinfer.batching.following_loop import FollowingLoop
 from zinfer.batching.handle import Handle
 from zinfer.batching.lockstep import Follower, open_lockstep
@@ -38,6 +38,7 @@ from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec, common_window
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
+from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.job_plan import Job
 from zinfer.planning.job_sizes import SWAPS, choose_sizes
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
@@ -132,6 +133,7 @@ class LLM:
             self._draft = self._open_draft(settings)  # first: the large model takes what memory is left
             if self._draft is not None:
                 opened.callback(self._draft.close)
+                settings = beside_draft(settings, self._draft.device_parts)
             # Graphs capture a whole pass with its pages, not only the module's forward.
             self._model = StreamedModel(
                 model,
@@ -180,7 +182,7 @@ class LLM:
         self._batcher = Batcher(
             self._runner,
             self._cache,
-            Sampler(vocab_size, device),
+            Sampler(vocab_size, device, budget.part_logits),
             budget,
             window,
             tokens,
@@ -229,6 +231,11 @@ class LLM:
     def plan(self) -> Plan:
         """Homes, buffers and bytes of the weights."""
         return self._model.plan
+
+    @property
+    def device_parts(self) -> DeviceParts:
+        """Planned device memory, by what takes it."""
+        return self._model.device_parts
 
     @property
     def injected(self) -> dict[str, str]:

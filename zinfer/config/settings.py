@@ -91,7 +91,12 @@ class Memory:
     """Budgets in bytes. None: by the machine's free memory."""
 
     max_device_memory: int | None = setting(
-        "zinfer.max_device_memory", size_bytes, 'most device memory, in bytes or as "24GB"'
+        "zinfer.max_device_memory",
+        size_bytes,
+        'most device memory for everything but CUDA\'s context, in bytes or as "24GB"',
+    )
+    max_weight_memory: int | None = setting(
+        "zinfer.max_weight_memory", size_bytes, "the part of the device memory for resident weights and their slots"
     )
     max_host_memory: int | None = setting("zinfer.max_host_memory", size_bytes, "most host memory, pinned included")
     max_pinned_memory: int | None = setting("zinfer.max_pinned_memory", size_bytes, "most page-locked host memory")

@@ -15,36 +15,32 @@ from zinfer.errors import ConfigError
 from zinfer.model.build import find_dtype
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
-from zinfer.planning.memory import Footprint, Request, beside_request, find_footprint
+from zinfer.planning.memory import Footprint, Request, find_footprint
 from zinfer.planning.placement import Plan
 from zinfer.planning.step_time import PassClock, PassTime, Prediction, find_work
 from zinfer.probe.known_rates import known_rates
-from zinfer.probe.limits import MachineLimits, free_device_bytes
 from zinfer.probe.rates import Rates
 
 
-def beside_others(
-    module: nn.Module,
-    blocks: Sequence[ModelBlock],
-    limits: MachineLimits,
-    settings: Settings,
-    reserve: Footprint | None,
-) -> MachineLimits:
-    """Return the budgets minus the reserve on the device: by default for the batch that the configuration states.
+def beside_weights(
+    module: nn.Module, blocks: Sequence[ModelBlock], settings: Settings, reserve: Footprint | None, *, on_cuda: bool
+) -> Footprint | None:
+    """Return what is needed on the device beside the weights; None if the configuration states no batch.
+
+    Args:
+        reserve: known to the caller, in place of the batch that the configuration states.
 
     Raises:
         ConfigError: a batch is stated, and the width of the module's activations is not known.
-        PlanError: too little is left.
+        PlanError: likewise, and the model is no decoder that generates.
     """
     batch = settings.batch
     if reserve is not None:
-        taken = reserve.dequantizing(block.block for block in blocks)
-    elif batch.batch_size is None or batch.prompt_len is None or batch.new_tokens is None:
-        return limits
-    else:
-        request = Request(batch.batch_size, batch.prompt_len, batch.new_tokens)
-        taken = _footprint(module, blocks, request, "zinfer.batch_size", on_cuda=limits.on_cuda)
-    return beside_request(limits, free_device_bytes(limits), settings, taken)
+        return reserve.dequantizing(block.block for block in blocks)
+    if batch.batch_size is None or batch.prompt_len is None or batch.new_tokens is None:
+        return None
+    request = Request(batch.batch_size, batch.prompt_len, batch.new_tokens)
+    return _footprint(module, blocks, request, "zinfer.batch_size", on_cuda=on_cuda)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
-from zinfer.engine.estimator import beside_others
+from zinfer.engine.estimator import beside_weights
 from zinfer.errors import ConfigError
 from zinfer.inject.fusion_groups import FusionGroup, find_packs, packs_in
 from zinfer.model.build import find_dtype, report_device
@@ -22,7 +22,9 @@ from zinfer.model.stage import StageModel
 from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchFile
-from zinfer.planning.memory import Footprint
+from zinfer.offload.partition import WHOLE, Partition
+from zinfer.planning.device_cap import DeviceParts
+from zinfer.planning.memory import Footprint, beside_request
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.stored import find_stored_scheme
@@ -169,25 +171,46 @@ class PreparedModel:
         if self.module_file is not None:
             self.module_file.scratch.close()
 
-    def plan(self, limits: MachineLimits, reserve: Footprint | None, ranks: ModelRanks | None = None) -> Plan:
-        """Choose homes for the blocks; ``reserve`` and errors as for `beside_others`.
+    def plan(
+        self, limits: MachineLimits, free_bytes: int, reserve: Footprint | None, ranks: ModelRanks | None = None
+    ) -> Plan:
+        """Choose homes for the blocks.
 
         All ranks choose the same, within the smallest budgets of any. Those that divide layers do if the parts are
         shared by others: then for the largest part.
 
+        Args:
+            free_bytes: free device memory, whatever the cap of the limits.
+            reserve: as for `beside_weights`.
+
         Raises:
+            ConfigError: as `beside_weights`.
             PlanError: a budget is too small.
         """
-        left = beside_others(self.module, self.blocks, limits, self.settings, reserve)
-        layers = [block.block.index for block in self.blocks if block.is_layer]
-        blocks = [block.block for block in self.blocks]
+        left = beside_request(limits, free_bytes, self.settings, self.beside_weights(reserve, limits))
         if ranks is None:
-            return make_plan(blocks, layers, left, self.settings)
-        plan = make_plan(blocks, layers, left.least(ranks.exchange(left)), self.settings, ranks.partition)
+            return self._place(left)
+        plan = self._place(left.least(ranks.exchange(left)), ranks.partition)
         if ranks.mesh.num_dividing == 1 or ranks.partition.size == 1:
             return plan
-        sizes = [each.nbytes for each in blocks]
+        sizes = [block.block.nbytes for block in self.blocks]
         return replace(_of_largest(ranks.exchange((sizes, plan))), streamed_bytes=plan.streamed_bytes)
+
+    def device_parts(
+        self, limits: MachineLimits, free_bytes: int, reserve: Footprint | None, partition: Partition = WHOLE
+    ) -> DeviceParts:
+        """Return what takes the device's memory, as planned for this rank alone; arguments and errors as for `plan`."""
+        taken = self.beside_weights(reserve, limits)
+        plan = self._place(beside_request(limits, free_bytes, self.settings, taken), partition)
+        return DeviceParts.of(plan, taken, limits, limits.within_cap(free_bytes))
+
+    def beside_weights(self, reserve: Footprint | None, limits: MachineLimits) -> Footprint | None:
+        """Return what is needed on the device beside the weights; as `zinfer.engine.estimator.beside_weights`."""
+        return beside_weights(self.module, self.blocks, self.settings, reserve, on_cuda=limits.on_cuda)
+
+    def _place(self, left: MachineLimits, partition: Partition = WHOLE) -> Plan:
+        layers = [block.block.index for block in self.blocks if block.is_layer]
+        return make_plan([block.block for block in self.blocks], layers, left, self.settings, partition)
 
     def take_to(self, device: torch.device) -> None:
         """Load the buffers that are in no block onto the device, and make the module report it as its device."""

@@ -28,10 +28,12 @@ from zinfer.model.build import find_model
 from zinfer.model.context_length import check_min_out_tokens
 from zinfer.model.experts import check_num_experts
 from zinfer.model.partition import ModelBlock
+from zinfer.offload.partition import WHOLE
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace
+from zinfer.planning.device_cap import DeviceParts, naming_least_cap
 from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
 from zinfer.probe.limits import MachineLimits, choose_device, find_limits, free_device_bytes
@@ -51,8 +53,9 @@ class StreamedModel:
         open_stream: makes a copy stream for the device.
         trace: records reads, copies and compute; by default a new one if the settings name a file for it.
         check_model: raises for an unsuitable model, before its weights are read or written.
-        find_reserve: computes the device memory to reserve from the module, its blocks, the budgets and the free bytes;
-            by default for the batch that the settings state. Ranks get the same numbers, the smallest of any.
+        find_reserve: computes the device memory to reserve from the module, its blocks, the budgets and the free bytes,
+            whatever the cap of the budgets; by default for the batch that the settings state. Ranks get the same
+            numbers, the smallest of any.
         replays_passes: the caller captures whole passes, in ``pass_graphs``, not only the module's forward.
         checksums: collects checksums of weights as they are read.
         prepare: partitions the module, divided among ranks or not; by default over the weights of its checkpoint.
@@ -62,6 +65,7 @@ class StreamedModel:
             placeholders (`zinfer.engine.placeholder`); `state_dict` and `save_pretrained` read them.
         settings: the resolved configuration.
         plan: homes, buffers and bytes.
+        device_parts: planned device memory, by what takes it.
         device: where it computes.
         estimator: predicts the seconds of a pass.
         trace: records reads, copies and compute; None without one.
@@ -109,11 +113,22 @@ class StreamedModel:
             if ranks is not None:
                 several = ranks.exchange((limits, free_bytes))
                 limits, free_bytes = limits.least(each for each, _ in several), min(each for _, each in several)
-            reserve = find_reserve(self.module, prepared.blocks, limits, free_bytes) if find_reserve else None
-            prepared = prepared.packed_alike(ranks)
-            owned.callback(prepared.close)
-            self._blocks = prepared.blocks
-            self.plan: Plan = prepared.plan(limits, reserve, ranks)
+            partition = ranks.partition if ranks else WHOLE
+
+            def reserved(within: MachineLimits) -> Footprint | None:
+                return find_reserve(self.module, prepared.blocks, within, free_bytes) if find_reserve else None
+
+            def parts_within(within: MachineLimits) -> DeviceParts:
+                return prepared.device_parts(within, free_bytes, reserved(within), partition)
+
+            with naming_least_cap(limits, free_bytes, parts_within):
+                reserve = reserved(limits)
+                prepared = prepared.packed_alike(ranks)
+                owned.callback(prepared.close)
+                self._blocks = prepared.blocks
+                self.plan: Plan = prepared.plan(limits, free_bytes, reserve, ranks)
+            beside = prepared.beside_weights(reserve, limits)
+            self.device_parts = DeviceParts.of(self.plan, beside, limits, limits.within_cap(free_bytes))
             prepared.take_to(self.device)
             self._lock = threading.RLock()
             self._calling: int | None = None  # the thread inside `call`

@@ -79,7 +79,7 @@ class ExecutionMode:
         self.device = automatic if settings.device == "auto" else settings.device
         self._weights, self._meter = weights, meter
         self._encodes = request.task is not Task.GENERATE
-        states_room = settings.batch != BatchSettings() or settings.memory.max_device_memory is not None
+        states_room = settings.batch != BatchSettings() or settings.memory.max_weight_memory is not None
         self._plans_room = is_generating_decoder(model) and not states_room
         self._is_padded = False
         if not self._encodes:

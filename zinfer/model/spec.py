@@ -124,7 +124,7 @@ class ModelSpec:
         if not is_generating_decoder(model):
             raise PlanError(
                 f"what a {type(model).__name__} takes beside its weights is not known here, only what decoders take "
-                f"that generate; state zinfer.max_device_memory in place of a batch, and time a run"
+                f"that generate; state zinfer.max_weight_memory in place of a batch, and time a run"
             )
         return cls.read(model.config)
 

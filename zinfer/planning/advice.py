@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeVar
 
-from zinfer.config import Memory
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.block import Tier
@@ -115,7 +114,7 @@ def _with_host_memory(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
     settings, machine = planned.case.settings, planned.case.machine
     if not planned.plan.num_blocks(Tier.DISK) or settings.offload.device == "nvme":
         return
-    memory = Memory(max_device_memory=settings.memory.max_device_memory)
+    memory = replace(settings.memory, max_host_memory=None, max_pinned_memory=None)
     freed = replace(settings, memory=memory, offload=replace(settings.offload, max_in_cpu=None))
     larger = replace(machine, limits=replace(machine.limits, host_bytes=sys.maxsize, pinned_bytes=sys.maxsize))
     then = _try(plan_batch, replace(planned.case, machine=larger, settings=freed), planned.request)

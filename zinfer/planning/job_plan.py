@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError
+from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.placement import Plan
 from zinfer.planning.plan import Case
@@ -126,6 +127,11 @@ class JobPlan:
     estimator: JobEstimator = field(repr=False, compare=False)
 
     @property
+    def parts(self) -> DeviceParts:
+        """What takes the device's memory."""
+        return parts_beside(self.case, self.budget, self.plan)
+
+    @property
     def tokens_per_s(self) -> float:
         """New tokens per second over the whole job."""
         return self.job.num_rows * sum(self.job.new_tokens) / len(self.job.new_tokens) / self.seconds
@@ -151,6 +157,12 @@ class JobPlan:
         stated = given.get("zinfer")
         kept = {key: value for key, value in stated.items() if key not in _CHOSEN} if isinstance(stated, dict) else {}
         return {**given, "zinfer": {**kept, **self.keys()}}
+
+
+def parts_beside(case: Case, budget: BatchingBudget, plan: Plan) -> DeviceParts:
+    """Return what takes the device's memory in continuous batching."""
+    footprint = budget.footprint.dequantizing(case.outline.plain_blocks)
+    return DeviceParts.of(plan, footprint, case.machine.limits, case.machine.usable_bytes)
 
 
 @dataclass(frozen=True)
@@ -181,6 +193,11 @@ class SizedJob:
             budget = replace(budget, swaps_to_disk=True)
         latency_s = batching.max_token_latency_s
         return cls(case, batching, budget, plan, JobEstimator(budget, window, token_bytes, clock.pass_time, latency_s))
+
+    @property
+    def parts(self) -> DeviceParts:
+        """What takes the device's memory."""
+        return parts_beside(self.case, self.budget, self.plan)
 
     def estimate(self, job: Job) -> float:
         """Return roughly the seconds of a batch, without simulating it: of equal passes, and of those at the end."""

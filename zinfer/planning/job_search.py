@@ -15,10 +15,12 @@ from typing import Any, Final, Literal
 
 from zinfer.config.settings import Batching
 from zinfer.errors import PlanError
-from zinfer.planning.job_plan import Job, JobPlan, SizedJob
+from zinfer.planning.device_cap import naming_least_cap
+from zinfer.planning.job_plan import Job, JobPlan, SizedJob, plan_sizes
 from zinfer.planning.kv_budget import HostShare
 from zinfer.planning.plan import Case
 from zinfer.planning.simulation import Simulations
+from zinfer.probe.limits import MachineLimits
 
 _TOKENS_PER_PASS: Final = (512, 1024, 2048, 4096, 8192, 12_288, 16_384, 32_768, 131_072)
 _KV_SHARES: Final = (0.02, *(number / 20 for number in range(1, 19)))  # of device memory; the rest is for weights
@@ -64,7 +66,9 @@ def plan_forms(case: Case, job: Job, *, is_rough: bool = False) -> list[JobPlan]
     searches = [_Search(each, rows, simulations, max(most, _NUM_FIRST)) for each in _forms(case)]
     fitting = [each for each in searches if each.best_s < math.inf]
     if not fitting:
-        raise searches[0].failure()
+        machine, usual = case.machine, searches[0].usual
+        with naming_least_cap(machine.limits, machine.device_memory_bytes, lambda limits: usual(limits).parts):
+            return [usual(machine.limits)]
     least_s = min(each.best_s for each in fitting)
     found = [(each.fastest(), each) for each in fitting if each.best_s <= least_s * _MOST_FALLEN_BEHIND]
     best, search = min(found, key=lambda pair: _rank(pair[0]))
@@ -128,9 +132,14 @@ class _Search:
             self._improve(start, self._estimated)
         self.best_s = min(seconds for seconds, _ in self._sized.values())
 
-    def failure(self) -> PlanError:
-        """Return why the first sizes do not fit."""
-        return next(each for _, each in self._sized.values() if isinstance(each, PlanError))
+    def usual(self, limits: MachineLimits) -> JobPlan:
+        """Return the plan within other budgets, in this form and else with the usual sizes, for want of better ones.
+
+        Raises:
+            PlanError: they do not fit.
+        """
+        case = self._case.within(limits)
+        return plan_sizes(case, case.settings.batching, self._job, self._simulations)
 
     def fastest(self) -> JobPlan:
         """Return the fastest plan, of those that fit by the estimate."""
@@ -154,7 +163,7 @@ class _Search:
     def _find_choices(self) -> dict[str, Sequence[Any]]:
         """Return the values of each size to try, ascending: the stated one alone, if there is one."""
         case, stated = self._case, self._case.settings.batching
-        device_bytes = case.machine.device_memory_bytes
+        device_bytes = case.machine.usable_bytes
         shares = [int(device_bytes * share) for share in _KV_SHARES]
         counts: Sequence[int] = _MAX_SEQUENCES
         if stated.kv_cache_tier == "host":

@@ -4,7 +4,6 @@ Stated sizes are kept. Otherwise passes are as large as is useful, weights get w
 remaining memory of the device or the host.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -12,14 +11,15 @@ from typing import Final
 import torch
 
 from zinfer.config import Settings
-from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError, PlanError
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import KVShape, ModelSpec
 from zinfer.offload.conversions import conversion_bytes
-from zinfer.planning.memory import Footprint, Request, find_footprint, weight_budget
+from zinfer.planning.memory import Footprint, weight_budget
+from zinfer.planning.pass_sizes import MOST_TOKENS_FROM_DISK, MOST_TOKENS_PER_PASS, find_pass_sizes
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
+from zinfer.sampling.sampler import MOST_PART_LOGITS
 from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.waiting_queue import Order
@@ -29,18 +29,6 @@ _PAGE_SIZE: Final = 64
 _PARKED_SHARE: Final = 4  # one in four of the cache's pages
 _MOST_PARKED_BYTES: Final = 4 << 30
 _DTYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
-_MOST_TOKENS_PER_PASS: Final = 16_384
-# Reading 16-bit weights from a 4 GB/s disk takes as long as computing 150,000 tokens with them on an H200.
-_MOST_TOKENS_FROM_DISK: Final = 131_072
-_LEAST_TOKENS_PER_SEQUENCE: Final = 16  # of a pass; small cards run fewer sequences
-_FEWEST_TOKENS_PER_PASS: Final = 1024  # lower bound of the chosen value
-_MOST_ACTIVATION_SHARE: Final = 1 / 8  # of free memory
-# Tokens that a layer computes at once. Its matrices are dequantized once per part.
-_PART_TOKENS: Final = (16_384, 8_192, 4_096)
-_MOST_PART_SHARE: Final = 1 / 16  # of free memory, for the activations of a part; the smallest part may exceed it
-_MAX_SEQUENCES: Final = 1024
-_RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
 
 _KV_SHARE: Final = 0.3  # of the device, beside resident weights; of free memory on a CPU
 _NUM_SLOTS: Final = 3
@@ -66,6 +54,7 @@ class BatchingBudget:
         swaps_to_disk: whether preempted sequences are swapped to disk once their share of host memory is full.
         num_sets: passes that are under way at once, as for `Scheduler`.
         most_parked: maximum pages swapped to host memory, if stages have agreed on it.
+        part_logits: maximum logits that are sampled at once.
     """
 
     tokens_per_pass: int
@@ -80,6 +69,7 @@ class BatchingBudget:
     swaps_to_disk: bool = False
     num_sets: int = 1
     most_parked: int | None = None
+    part_logits: int = MOST_PART_LOGITS
 
     @property
     def is_hosted(self) -> bool:
@@ -136,7 +126,8 @@ def find_budget(
         blocks: blocks of weights.
         settings: settings with the stated sizes.
         limits: budgets of the machine.
-        free_bytes: free device memory, for weights and everything else.
+        free_bytes: free device memory, for weights and everything else; what exceeds the cap of the limits does not
+            count.
         most_tokens: maximum tokens of a sequence, prompt included; None: limited only by the pages.
 
     Raises:
@@ -147,21 +138,34 @@ def find_budget(
     page_size = stated.kv_page_size or _PAGE_SIZE
     if page_size & (page_size - 1):
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
-    most = _MOST_TOKENS_PER_PASS
+    free_bytes, is_bounded = limits.within_cap(free_bytes), limits.on_cuda or limits.cap_bytes is not None
+    most = MOST_TOKENS_PER_PASS
     if limits.on_cuda and _streams_from_disk(blocks, settings, limits, free_bytes):
-        most = _MOST_TOKENS_FROM_DISK
-    tokens, part_tokens, max_sequences, activation_bytes = _pass_size(
-        spec.over_pages(), dtype, stated, most, free_bytes if limits.on_cuda else None
+        most = MOST_TOKENS_FROM_DISK
+    hosted = stated.kv_cache_tier == "host"
+    size = find_pass_sizes(
+        spec.over_pages(),
+        dtype,
+        stated,
+        most,
+        free_bytes if is_bounded else None,
+        on_cuda=limits.on_cuda,
+        replays=limits.on_cuda and settings.cuda_graph is not False and not hosted,
     )
     kv_dtype = _DTYPES.get(stated.kv_cache_dtype, dtype)
-    if hosted := stated.kv_cache_tier == "host":
+    if hosted:
         kv_bytes = HostShare.find(blocks, settings, limits).pages_bytes(spec.kv, free_bytes, stated.kv_cache_memory)
+    elif stated.kv_cache_memory is not None:
+        kv_bytes = stated.kv_cache_memory
+    elif is_bounded:
+        left_bytes = weight_budget(free_bytes, Footprint(0, size.activation_bytes, 0), on_cuda=limits.on_cuda)
+        kv_bytes = _device_pages_bytes(blocks, settings, left_bytes)
     else:
-        kv_bytes = _device_pages_bytes(blocks, settings, free_bytes, activation_bytes, on_cuda=limits.on_cuda)
+        kv_bytes = int(free_bytes * _KV_SHARE)
     page_bytes = spec.kv.token_bytes(kv_dtype) * page_size
     num_pages = kv_bytes // page_bytes
     if stated.kv_cache_memory is None and most_tokens is not None:
-        num_pages = min(num_pages, max_sequences * -(-most_tokens // page_size))
+        num_pages = min(num_pages, size.max_sequences * -(-most_tokens // page_size))
     if num_pages < 1:
         raised = "raise zinfer.kv_cache_memory, or " if stated.kv_cache_memory is not None else ""
         raise PlanError(
@@ -172,60 +176,21 @@ def find_budget(
     # The device has only slots for pages in host memory.
     device_kv_bytes = kv_bytes // spec.kv.num_layers * spec.kv.num_page_slots if hosted else kv_bytes
     return BatchingBudget(
-        tokens_per_pass=tokens,
-        most_part_tokens=part_tokens,
-        max_sequences=max_sequences,
+        tokens_per_pass=size.tokens,
+        most_part_tokens=size.part_tokens,
+        max_sequences=size.max_sequences,
+        part_logits=size.part_logits,
         num_pages=num_pages,
         page_size=page_size,
         kv_dtype=kv_dtype,
         order="arrival" if stated.admission_order == "auto" else stated.admission_order,
         lends=not hosted and (limits.on_cuda or stated.kv_cache_memory is not None),
-        footprint=Footprint(device_kv_bytes, activation_bytes, device_kv_bytes, kv_bytes if hosted else 0),
+        footprint=Footprint(device_kv_bytes, size.activation_bytes, device_kv_bytes, kv_bytes if hosted else 0),
     )
 
 
-def _pass_size(
-    spec: ModelSpec, dtype: torch.dtype, stated: Batching, most: int, free_bytes: int | None
-) -> tuple[int, int, int, int]:
-    """Return tokens per pass, tokens per part, sequences at once, and the bytes of activations.
-
-    Stated sizes are kept; the others are reduced from the largest useful ones until they fit.
-
-    Args:
-        spec: spec of the model with paged attention.
-        most: largest useful number of tokens.
-        free_bytes: free device memory, for weights and everything else; None on a CPU: no limit.
-    """
-    on_cuda = free_bytes is not None
-    most_part_bytes = (free_bytes or 0) * _MOST_PART_SHARE
-    most_bytes = math.inf if free_bytes is None else free_bytes * _MOST_ACTIVATION_SHARE
-
-    def layer_bytes(num_rows: int, num_tokens: int) -> int:
-        """Return the activations of a layer in transformers' modules, with the logits of each row."""
-        return find_footprint(spec, dtype, Request(num_rows, num_tokens, 1), on_cuda=on_cuda).activation_bytes
-
-    fitting = (count for count in _PART_TOKENS if layer_bytes(1, count) <= most_part_bytes)
-    part_tokens = next(fitting, _PART_TOKENS[-1])
-    while True:
-        tokens = stated.tokens_per_pass or most
-        sequences = min(_MAX_SEQUENCES, most // _LEAST_TOKENS_PER_SEQUENCE)
-        max_sequences = min(stated.max_sequences or sequences, tokens)
-        residual = _RESIDUAL_COPIES * tokens * spec.hidden * dtype.itemsize
-        nbytes = residual + max(layer_bytes(1, min(tokens, part_tokens)), layer_bytes(max_sequences, 1))
-        if nbytes <= most_bytes or most == _FEWEST_TOKENS_PER_PASS:
-            return tokens, min(tokens, part_tokens), max_sequences, nbytes
-        most //= 2
-
-
-def _device_pages_bytes(
-    blocks: Sequence[ModelBlock], settings: Settings, free_bytes: int, activation_bytes: int, *, on_cuda: bool
-) -> int:
-    """Return the stated bytes for pages, else the device memory that nothing else needs."""
-    if settings.batching.kv_cache_memory is not None:
-        return settings.batching.kv_cache_memory
-    if not on_cuda:
-        return int(free_bytes * _KV_SHARE)
-    left_bytes = weight_budget(free_bytes, Footprint(0, activation_bytes, 0))
+def _device_pages_bytes(blocks: Sequence[ModelBlock], settings: Settings, left_bytes: int) -> int:
+    """Return the bytes for pages of a bounded device: what weights leave of the bytes beside activations."""
     return max(left_bytes - _weights_share(blocks, settings, left_bytes), int(left_bytes * _LEAST_KV_SHARE))
 
 
@@ -247,8 +212,8 @@ def _weights_share(blocks: Sequence[ModelBlock], settings: Settings, left_bytes:
     """
     plain = [block.block for block in blocks]
     dequantized_bytes = most_dequantized_bytes(plain)
-    if settings.memory.max_device_memory is not None:
-        return settings.memory.max_device_memory + dequantized_bytes
+    if settings.memory.max_weight_memory is not None:
+        return settings.memory.max_weight_memory + dequantized_bytes
     total_bytes = sum(block.nbytes for block in plain)
     layer_bytes = max((block.block.nbytes for block in blocks if block.is_layer), default=0)
     slots_bytes = max(_NUM_SLOTS, settings.num_slots or 0) * layer_bytes

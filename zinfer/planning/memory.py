@@ -18,10 +18,12 @@ from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.units import human_bytes
 
-# Allowances, not measurements: one for the CUDA context, loaded kernels and cuBLAS workspaces, one for the allocator,
-# which rounds blocks up to 2 MiB and leaves holes between them.
+# Allowances, not measurements: one for loaded kernels, what the driver keeps for captured graphs, and cuBLAS workspaces
+# (of a preset's memory also for CUDA's context, which is there before a machine's free memory is read); one for the
+# allocator, which rounds blocks up to 2 MiB and leaves holes between them.
 _CONTEXT_BYTES: Final = 800_000_000
 _ALLOCATOR_SHARE: Final = 0.03
+_UNKNOWN_SHARE: Final = 0.2  # of a cap, for passes of unknown size
 
 _SCRATCH_BYTES: Final = 64 << 10  # for kernels, and for tensors of a few elements
 _FLOAT_BYTES: Final = 4
@@ -125,15 +127,18 @@ def find_encoding_footprint(
     return Footprint(0, _Forward(spec, dtype.itemsize, num_rows, on_cuda).peak_bytes(row_len, row_len), 0)
 
 
-def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bool = True) -> int:
-    """Return the bytes of device memory for weights and slots beside a request.
+def reserved_bytes(device_memory_bytes: int, *, on_cuda: bool = True) -> int:
+    """Return what is kept of the device memory for CUDA itself: 0.8 GB and 3 %; nothing on a CPU."""
+    return _CONTEXT_BYTES + int(device_memory_bytes * _ALLOCATOR_SHARE) if on_cuda else 0
 
-    On CUDA, 0.8 GB for its context and 3 % for the allocator are reserved too.
+
+def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bool = True) -> int:
+    """Return the bytes of device memory for weights and slots beside a request, and beside `reserved_bytes`.
 
     Raises:
         PlanError: nothing is left; names the consumers and what to lower.
     """
-    reserve_bytes = _CONTEXT_BYTES + int(device_memory_bytes * _ALLOCATOR_SHARE) if on_cuda else 0
+    reserve_bytes = reserved_bytes(device_memory_bytes, on_cuda=on_cuda)
     left_bytes = device_memory_bytes - reserve_bytes - footprint.nbytes
     if left_bytes <= 0:
         raise PlanError(
@@ -146,24 +151,29 @@ def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bo
 
 
 def beside_request(
-    limits: MachineLimits, device_memory_bytes: int, settings: Settings, footprint: Footprint
+    limits: MachineLimits, device_memory_bytes: int, settings: Settings, footprint: Footprint | None
 ) -> MachineLimits:
     """Return the budgets less the memory of a request.
 
     Args:
         limits: budgets without the request.
-        device_memory_bytes: free device memory, for everything.
-        settings: a stated budget is kept, or refused if it leaves too little for the request.
-        footprint: memory of the request.
+        device_memory_bytes: free device memory, for everything; what exceeds the cap of the limits does not count.
+        settings: a budget that is stated for weights is kept, or refused if it leaves too little for the request.
+        footprint: memory of the request; None: not known, and a fifth of a cap is left for it.
 
     Raises:
         PlanError: the request leaves too little.
     """
+    device_memory_bytes = limits.within_cap(device_memory_bytes)
+    if footprint is None:
+        if limits.cap_bytes is None:
+            return limits
+        footprint = Footprint(0, int(device_memory_bytes * _UNKNOWN_SHARE), 0)
     left_bytes = weight_budget(device_memory_bytes, footprint, on_cuda=limits.on_cuda)
-    stated_bytes = settings.memory.max_device_memory
+    stated_bytes = settings.memory.max_weight_memory
     if stated_bytes is not None and stated_bytes > left_bytes:
         raise PlanError(
-            f"zinfer.max_device_memory is {human_bytes(stated_bytes)}, but beside the request only {left_bytes} bytes "
+            f"zinfer.max_weight_memory is {human_bytes(stated_bytes)}, but beside the request only {left_bytes} bytes "
             f"({human_bytes(left_bytes)}) of {human_bytes(device_memory_bytes)} are left for weights "
             f"({footprint}); lower it, or the batch size"
         )

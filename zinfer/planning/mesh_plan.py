@@ -152,7 +152,7 @@ def job_planner(job: Job, *, is_rough: bool = False) -> PlanFor:
 
 def deepspeed_mp_size(case: Case) -> int:
     """Return the GPUs that DeepSpeed's guide would split the model over: those that hold all weights at once."""
-    return -(-case.outline.nbytes // case.machine.device_memory_bytes)
+    return -(-case.outline.nbytes // case.machine.usable_bytes)
 
 
 def mesh_table(found: Sequence[MeshPlan]) -> Table:
@@ -173,7 +173,7 @@ def mesh_table(found: Sequence[MeshPlan]) -> Table:
 
 def mesh_lines(case: Case, found: Sequence[MeshPlan], num_hosts: int) -> list[str]:
     """Return what the table leaves unsaid."""
-    outline, memory = case.outline, case.machine.device_memory_bytes
+    outline, memory = case.outline, case.machine.usable_bytes
     sizes = f"{human_bytes(outline.nbytes)} of weights, {human_bytes(memory)} a GPU"
     lines = [f"GPUs that hold all weights at once, DeepSpeed's mp_size: {deepspeed_mp_size(case)} ({sizes})"]
     unknown = {"gathers": case.machine.rates.gather_bytes_per_s, "sums": case.machine.rates.all_reduce_bytes_per_s}

@@ -183,8 +183,8 @@ class _Planner:
         """Return the error, with remedies. Names budget keys only if they were stated."""
         largest = max(self.blocks, key=lambda block: block.nbytes)
         what, remedies = "the device memory for weights", []
-        if self.settings.memory.max_device_memory is not None:
-            what, remedies = "zinfer.max_device_memory", ["raise it"]
+        if self.settings.memory.max_weight_memory is not None:
+            what, remedies = "zinfer.max_weight_memory", ["raise it"]
         if self.num_slots > 1:
             remedies.append("lower zinfer.num_slots" if self.settings.num_slots else "set zinfer.num_slots to 1")
         if not any(isinstance(tensor, SlabMatrix) for block in self.blocks for tensor in block.layout.tensors):

@@ -8,6 +8,7 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.model.outline import Outline
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
+from zinfer.planning.device_cap import DeviceParts, naming_least_cap
 from zinfer.planning.memory import Footprint, Request, beside_request, find_footprint, weight_budget
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.planning.presets import Machine
@@ -42,6 +43,10 @@ class Case:
     def limits_beside(self, footprint: Footprint) -> MachineLimits:
         """Return the machine's budgets less the memory of a request; raises like `beside_request`."""
         return beside_request(self.machine.limits, self.machine.device_memory_bytes, self.settings, footprint)
+
+    def within(self, limits: MachineLimits) -> "Case":
+        """Return the case for other budgets of the machine."""
+        return replace(self, machine=replace(self.machine, limits=limits))
 
     def place(self, limits: MachineLimits) -> Plan:
         """Place all blocks; raises like `make_plan`."""
@@ -87,6 +92,11 @@ class BatchPlan:
     prediction: Prediction
 
     @property
+    def parts(self) -> DeviceParts:
+        """What takes the device's memory."""
+        return DeviceParts.of(self.plan, self.footprint, self.limits, self.case.machine.usable_bytes)
+
+    @property
     def tier_bytes(self) -> dict[Tier, int]:
         """Bytes of the slabs by home."""
         homed = list(zip(self.case.outline.plain_blocks, self.plan.homes, strict=True))
@@ -100,8 +110,18 @@ def plan_batch(case: Case, request: Request) -> BatchPlan:
         ConfigError: the sequences are longer than the model or the configuration allows.
         PlanError: a budget is too small, or the request leaves too little for the weights.
     """
-    outline, machine = case.outline, case.machine
     case.check_length(request.prompt_len, request.new_tokens)
+    machine = case.machine
+
+    def parts_within(limits: MachineLimits) -> DeviceParts:
+        return _plan_batch(case.within(limits), request).parts
+
+    with naming_least_cap(machine.limits, machine.device_memory_bytes, parts_within):
+        return _plan_batch(case, request)
+
+
+def _plan_batch(case: Case, request: Request) -> BatchPlan:
+    outline, machine = case.outline, case.machine
     footprint = find_footprint(outline.spec, outline.dtype, request, on_cuda=machine.limits.on_cuda)
     footprint = footprint.dequantizing(outline.plain_blocks)
     limits = case.limits_beside(footprint)
@@ -125,10 +145,10 @@ def _place(case: Case, limits: MachineLimits, footprint: Footprint) -> Plan:
         if limits.device_bytes == machine.limits.device_bytes:
             raise
         # Raises if other memory is too small, or the device even without a request.
-        alone_bytes = weight_budget(machine.device_memory_bytes, Footprint(0, 0, 0), on_cuda=machine.limits.on_cuda)
+        alone_bytes = weight_budget(machine.usable_bytes, Footprint(0, 0, 0), on_cuda=machine.limits.on_cuda)
         case.place(replace(machine.limits, device_bytes=min(machine.limits.device_bytes, alone_bytes)))
         raise PlanError(
             f"the request does not fit: it leaves {human_bytes(limits.device_bytes)} of "
-            f"{human_bytes(machine.device_memory_bytes)} device memory for weights, too little to stream through "
+            f"{human_bytes(machine.usable_bytes)} device memory for weights, too little to stream through "
             f"({footprint}); lower the batch size first, then the lengths of prompts and outputs"
         ) from error

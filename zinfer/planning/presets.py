@@ -29,7 +29,7 @@ class Machine:
     Attributes:
         name: for display.
         limits: budgets; ``device_bytes`` is the maximum for weights and slots, even if more is free.
-        device_memory_bytes: free for everything: weights, KV cache, activations and the CUDA context.
+        device_memory_bytes: free for everything: weights, KV cache, activations and the CUDA context; whatever the cap.
         rates: rates of the device, and of the disk with the checkpoint.
     """
 
@@ -37,6 +37,11 @@ class Machine:
     limits: MachineLimits
     device_memory_bytes: int
     rates: Rates
+
+    @property
+    def usable_bytes(self) -> int:
+        """The device memory for everything, within the configuration's cap."""
+        return self.limits.within_cap(self.device_memory_bytes)
 
     def of_mesh(
         self, mesh: Mesh, num_hosts: int = 1, memory: Memory = NOTHING_STATED, num_devices: float | None = None
@@ -58,12 +63,13 @@ class Machine:
         free_bytes, device_bytes = self.device_memory_bytes, limits.device_bytes
         if not limits.on_cuda:  # one memory for all
             free_bytes //= num_local
-            device_bytes = device_bytes // num_local if memory.max_device_memory is None else device_bytes
+            device_bytes = device_bytes // num_local if memory.max_weight_memory is None else device_bytes
         part = replace(
             limits,
             device_bytes=int(device_bytes * count),
             host_bytes=int(limits.host_bytes * count / num_local),
             pinned_bytes=int(limits.pinned_bytes * count / num_local),
+            cap_bytes=None if limits.cap_bytes is None else int(limits.cap_bytes * count),
         )
         rates = self.rates.shared(num_local, num_local / (mesh.zero * mesh.num_dividing)).times(count)
         ranks = f"{mesh.size} ranks" + (f" on {num_hosts} machines" if num_hosts > 1 else "")

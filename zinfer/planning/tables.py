@@ -8,10 +8,11 @@ from rich.table import Table
 
 from zinfer.offload.block import Tier
 from zinfer.planning.advice import Advice
+from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.job_plan import Job, JobPlan
 from zinfer.planning.latency import ServingLatency, describe_latency, predict_latency
 from zinfer.planning.plan import BatchPlan, Case
-from zinfer.planning.presets import PRESETS
+from zinfer.planning.presets import PRESETS, Machine
 from zinfer.planning.step_time import PassTime, speed
 from zinfer.probe.limits import HOST_SHARE
 from zinfer.units import duration, human_bytes
@@ -51,23 +52,29 @@ def _titled(case: Case) -> Table:
 
 
 def _add_memory(table: Table, planned: BatchPlan) -> None:
-    plan, footprint, tier_bytes = planned.plan, planned.footprint, planned.tier_bytes
-    slots, staging = plan.num_slots * plan.slot_bytes, plan.num_staging * plan.staging_bytes
-    weights = {tier: tier_bytes[tier] for tier in Tier}
-    if plan.num_ranks > 1:  # of each rank: its ranges
-        weights = {Tier.DEVICE: plan.device_bytes - slots, Tier.HOST: plan.host_bytes - staging}
+    plan, tier_bytes = planned.plan, planned.tier_bytes
+    staging = plan.num_staging * plan.staging_bytes
+    # Of several ranks each has its ranges.
+    host_weights = plan.host_bytes - staging if plan.num_ranks > 1 else tier_bytes[Tier.HOST]
     table.add_section()
-    device = {
-        "weights": weights[Tier.DEVICE],
-        "slots": slots,
-        "KV cache": footprint.kv_bytes,
-        "activations": footprint.activation_bytes,
-    }
-    free = f"{human_bytes(sum(device.values()))} of {human_bytes(planned.case.machine.device_memory_bytes)}"
-    table.add_row("device memory", f"{_listed(device)}: {free}")
-    host = {"weights": weights[Tier.HOST], "staging": staging}
+    _add_device_memory(table, planned.parts, planned.case)
+    host = {"weights": host_weights, "staging": staging}
     free = f"{human_bytes(plan.host_bytes)} of {human_bytes(planned.limits.host_bytes)}"
     table.add_row("host memory", f"{_listed(host)}: {free}, {human_bytes(plan.pinned_bytes)} pinned")
+
+
+def _add_device_memory(table: Table, parts: DeviceParts, case: Case) -> None:
+    machine = case.machine
+    table.add_row("device memory", f"{parts}: {human_bytes(parts.total)} of {human_bytes(machine.usable_bytes)}")
+    if machine.limits.cap_bytes is not None:
+        table.add_row("zinfer.max_device_memory", f"{human_bytes(machine.limits.cap_bytes)}, {_beside_cap(machine)}")
+
+
+def _beside_cap(machine: Machine) -> str:
+    """Say what a cap does not count, or that it is larger than the device's memory."""
+    if machine.usable_bytes == machine.device_memory_bytes:
+        return f"more than the {human_bytes(machine.device_memory_bytes)} that there are"
+    return "beside CUDA's context of about 0.5 GB" if machine.limits.on_cuda else "on a CPU of its memory"
 
 
 def _add_pass(table: Table, name: str, time: PassTime) -> None:
@@ -101,7 +108,7 @@ def plan_document(planned: BatchPlan, advice: Sequence[Advice]) -> dict[str, Any
     outline, machine = planned.case.outline, planned.case.machine
     return {
         "model": {"name": outline.name, "bytes": outline.nbytes, "blocks": len(outline.blocks)},
-        "machine": {"name": machine.name, "device_memory_bytes": machine.device_memory_bytes, **vars(machine.rates)},
+        "machine": {"name": machine.name, "device_memory_bytes": machine.usable_bytes, **vars(machine.rates)},
         "request": vars(planned.request),
         "budgets": {key: getattr(planned.limits, key) for key in ("device_bytes", "host_bytes", "pinned_bytes")},
         "homes": [home.tier.value for home in plan.homes],
@@ -110,6 +117,7 @@ def plan_document(planned: BatchPlan, advice: Sequence[Advice]) -> dict[str, Any
             **{key: value for key, value in vars(plan).items() if key not in ("homes", "streamed_bytes")},
             "kv_bytes": footprint.kv_bytes,
             "activation_bytes": footprint.activation_bytes,
+            "reserve_bytes": planned.parts.reserve,
         },
         "streamed_bytes": plan.streamed_bytes,
         "prefill": _pass_document(prediction.prefill),
@@ -141,6 +149,7 @@ def job_table(job: Job, planned: JobPlan) -> Table:
     where = f" of host memory, {human_bytes(budget.footprint.kv_bytes)} of the device" if budget.is_hosted else ""
     table.add_row("KV cache", f"{pages}, {human_bytes(budget.kv_bytes)}{where}")
     table.add_row("activations", human_bytes(budget.footprint.activation_bytes))
+    _add_device_memory(table, planned.parts, planned.case)
     homes = ", ".join(f"{plan.num_blocks(tier)} {tier.name}" for tier in Tier)
     table.add_row("blocks by home", f"{homes}; {human_bytes(plan.streamed_bytes)} streamed a pass")
     table.add_section()
@@ -180,6 +189,7 @@ def job_document(job: Job, planned: JobPlan, advice: Sequence[str], given: Mappi
         "configuration": planned.configuration(given),
         "most_sequences_together": min(planned.simulated.most_together, planned.budget.max_sequences),
         "kv_bytes": planned.budget.kv_bytes,
+        "device_memory": vars(planned.parts),
         "blocks_by_home": {tier.name: planned.plan.num_blocks(tier) for tier in Tier},
         "streamed_bytes_per_pass": planned.plan.streamed_bytes,
         "tokens_per_pass": planned.simulated.tokens_per_pass,

@@ -22,7 +22,8 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 @dataclass(frozen=True)
 class MachineLimits:
     """Budgets in bytes. ``device_bytes`` is for slots and resident slabs; ``host_bytes`` for host slabs and staging
-    slots, of which ``pinned_bytes`` may be pinned. Both exclude ``host_kv_bytes``, the KV cache in host memory."""
+    slots, of which ``pinned_bytes`` may be pinned. Both exclude ``host_kv_bytes``, the KV cache in host memory.
+    ``cap_bytes`` is the most device memory for everything; None: all that is free."""
 
     device: torch.device
     device_bytes: int
@@ -31,11 +32,16 @@ class MachineLimits:
     host_kv_bytes: int = 0
     num_sharing: int = 1
     """Processes of this host that share its memory, each with these budgets."""
+    cap_bytes: int | None = None
 
     @property
     def on_cuda(self) -> bool:
         """Whether the device is a CUDA device, with pinned memory and a link."""
         return self.device.type == "cuda"
+
+    def within_cap(self, nbytes: int) -> int:
+        """Return so many bytes of free device memory, or the cap if that is less."""
+        return nbytes if self.cap_bytes is None else min(nbytes, self.cap_bytes)
 
     def least(self, others: "Iterable[MachineLimits]") -> "MachineLimits":
         """Return the smallest budgets of several machines or processes, on this one's device."""
@@ -52,9 +58,10 @@ class MachineLimits:
         host_bytes = self.host_bytes if memory.max_host_memory is None else memory.max_host_memory
         return replace(
             self,
-            device_bytes=self.device_bytes if memory.max_device_memory is None else memory.max_device_memory,
+            device_bytes=self.device_bytes if memory.max_weight_memory is None else memory.max_weight_memory,
             host_bytes=host_bytes,
             pinned_bytes=host_bytes if memory.max_pinned_memory is None else memory.max_pinned_memory,
+            cap_bytes=memory.max_device_memory,
         )
 
 
@@ -98,7 +105,7 @@ def free_host_bytes() -> int:
 
 
 def free_device_bytes(limits: MachineLimits) -> int:
-    """Return the free device memory; on a CPU, the free memory less the host's budget."""
+    """Return the free device memory, whatever the cap; on a CPU, the free memory less the host's budget."""
     if limits.on_cuda:
         return _free_on(limits.device)
     return max(0, free_host_bytes() // limits.num_sharing - limits.host_bytes)

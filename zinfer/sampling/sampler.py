@@ -21,9 +21,11 @@ from zinfer.sampling.penalties import Penalty, add_biases, forbid, keep_masked, 
 from zinfer.sampling.structure import StructureMatcher, token_masks
 from zinfer.sampling.weighed import Weighed
 
-# Sampling rows that are not plainly greedy takes up to about a hundred bytes per logit (float64 and int64 copies, a
-# sort's buffers), so a batch is sampled in parts of at most this many logits, or one row.
-_PART_LOGITS: Final = 2**23
+# Rows that are not plainly greedy take memory for float64 and int64 copies and a sort's buffers, so a batch is sampled
+# in parts of at most so many logits, or one row.
+MOST_PART_LOGITS: Final = 2**23
+BYTES_A_LOGIT: Final = 100
+"""About the most that a part takes for each of its logits."""
 
 _STREAM: Final = b"zinfer draw"
 
@@ -109,11 +111,15 @@ class Drawn:
 
 
 class Sampler:
-    """Samples batches of logits of `vocab_size` tokens on `device`; keeps nothing between calls."""
+    """Samples batches of logits of `vocab_size` tokens on `device`; keeps nothing between calls.
 
-    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+    It needs memory for `part_logits` logits at a time, which changes no result.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str, part_logits: int = MOST_PART_LOGITS) -> None:
         assert vocab_size >= 1
         self.vocab_size = vocab_size
+        self._num_at_once = max(1, part_logits // vocab_size)
         self.device = torch.device(device)
 
     def draw(self, logits: torch.Tensor, rows: Sequence[Row], scores: Sequence[Weighed] = ()) -> Drawn:
@@ -127,11 +133,10 @@ class Sampler:
         if all(map(_is_plain, [row for row in rows if not row.params.is_plain])):
             peak_R, best_R = logits_RV.max(dim=1)
             return Drawn(torch.where(peak_R.isfinite(), best_R, BROKEN), scores=scores)
-        num_at_once = max(1, _PART_LOGITS // self.vocab_size)
         chosen: list[torch.Tensor] = []
         weighed: list[tuple[Sequence[int], Weighed]] = []
-        for start in range(0, len(rows), num_at_once):
-            part = slice(start, start + num_at_once)
+        for start in range(0, len(rows), self._num_at_once):
+            part = slice(start, start + self._num_at_once)
             chosen.append(_choose(logits_RV[part], rows[part]))
             if asking := [i for i, row in enumerate(rows[part]) if row.params.logprobs is not None]:
                 places = send(asking, torch.int64, logits.device)
@@ -144,8 +149,8 @@ class Sampler:
     def score(self, logits: torch.Tensor, token_ids: Sequence[int], nums_top: Sequence[int]) -> list[Weighed]:
         """Weigh given tokens, and the ``nums_top`` most likely ones, by logits as for `draw`; for `draw` to copy."""
         logits_RV, given_R = self._checked(logits), send(token_ids, torch.int64, logits.device)
-        num_at_once = max(1, _PART_LOGITS // self.vocab_size)
-        parts = [slice(start, start + num_at_once) for start in range(0, len(token_ids), num_at_once)]
+        starts = range(0, len(token_ids), self._num_at_once)
+        parts = [slice(start, start + self._num_at_once) for start in starts]
         return [Weighed.of(logits_RV[part], given_R[part], nums_top[part]) for part in parts]
 
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:

@@ -1,0 +1,87 @@
+"""The sizes of passes with continuous batching, and the bytes of their activations."""
+
+import math
+from typing import Final, NamedTuple
+
+import torch
+
+from zinfer.config.settings import Batching
+from zinfer.model.spec import ModelSpec
+from zinfer.planning.memory import Request, find_footprint
+from zinfer.sampling.sampler import BYTES_A_LOGIT, MOST_PART_LOGITS
+
+MOST_TOKENS_PER_PASS: Final = 16_384
+# Reading 16-bit weights from a 4 GB/s disk takes as long as computing 150,000 tokens with them on an H200.
+MOST_TOKENS_FROM_DISK: Final = 131_072
+_LEAST_TOKENS_PER_SEQUENCE: Final = 16  # of a pass; small cards run fewer sequences
+_FEWEST_TOKENS_PER_PASS: Final = 1024  # lower bound of the chosen value
+_MOST_ACTIVATION_SHARE: Final = 1 / 8  # of free memory
+# Tokens that a layer computes at once. Its matrices are dequantized once per part.
+_PART_TOKENS: Final = (16_384, 8_192, 4_096)
+_MOST_PART_SHARE: Final = 1 / 16  # of free memory, for the activations of a part; the smallest part may exceed it
+_MAX_SEQUENCES: Final = 1024
+_MOST_SAMPLING_SHARE: Final = 1 / 32  # of free memory, for sampling
+PIECE_PARTS: Final = 4
+"""Parts of the sampler in a piece of the head's output, where a prompt's tokens are scored."""
+# Graphs keep their logits: those of 1 to 64 rows (`zinfer.batching.decode_bucket`), at two lengths of context.
+_GRAPH_ROWS: Final = 600
+_RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
+
+
+class PassSizes(NamedTuple):
+    """Maximum tokens per pass, per part of it, sequences at once, and logits sampled at once; bytes of activations."""
+
+    tokens: int
+    part_tokens: int
+    max_sequences: int
+    part_logits: int
+    activation_bytes: int
+
+
+def find_pass_sizes(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    stated: Batching,
+    most: int,
+    free_bytes: int | None,
+    *,
+    on_cuda: bool,
+    replays: bool,
+) -> PassSizes:
+    """Return the size of passes. Stated sizes are kept; the others are reduced from the largest useful until they fit.
+
+    Args:
+        spec: spec of the model with paged attention.
+        most: largest useful number of tokens.
+        free_bytes: free device memory, for weights and everything else; None on a CPU without a cap: no limit.
+        on_cuda: as for `find_footprint`.
+        replays: small passes may be captured as CUDA graphs.
+    """
+    most_part_bytes = (free_bytes or 0) * _MOST_PART_SHARE
+    most_bytes = math.inf if free_bytes is None else free_bytes * _MOST_ACTIVATION_SHARE
+    part_logits = MOST_PART_LOGITS
+    if free_bytes is not None:
+        part_logits = max(min(part_logits, int(free_bytes * _MOST_SAMPLING_SHARE) // BYTES_A_LOGIT), spec.vocab)
+
+    def layer_bytes(num_rows: int, num_tokens: int) -> int:
+        """Return the activations of a layer in transformers' modules, with the logits of each row."""
+        return find_footprint(spec, dtype, Request(num_rows, num_tokens, 1), on_cuda=on_cuda).activation_bytes
+
+    def sampling_bytes(num_rows: int, num_tokens: int) -> int:
+        """Return the logits, twice while some are selected, and what a part of them takes."""
+        part = min(part_logits, num_tokens * spec.vocab) * (BYTES_A_LOGIT + 2 * PIECE_PARTS * dtype.itemsize)
+        return 2 * num_rows * spec.vocab * dtype.itemsize + part
+
+    kept_bytes = _GRAPH_ROWS * spec.vocab * dtype.itemsize if replays else 0
+    fitting = (count for count in _PART_TOKENS if layer_bytes(1, count) <= most_part_bytes)
+    part_tokens = next(fitting, _PART_TOKENS[-1])
+    while True:
+        tokens = stated.tokens_per_pass or most
+        sequences = min(_MAX_SEQUENCES, most // _LEAST_TOKENS_PER_SEQUENCE)
+        max_sequences = min(stated.max_sequences or sequences, tokens)
+        layers = max(layer_bytes(1, min(tokens, part_tokens)), layer_bytes(max_sequences, 1))
+        residual = _RESIDUAL_COPIES * tokens * spec.hidden * dtype.itemsize
+        nbytes = kept_bytes + residual + max(layers, sampling_bytes(max_sequences, tokens))
+        if nbytes <= most_bytes or most == _FEWEST_TOKENS_PER_PASS:
+            return PassSizes(tokens, min(tokens, part_tokens), max_sequences, part_logits, nbytes)
+        most //= 2
