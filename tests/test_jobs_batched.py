@@ -14,6 +14,7 @@ from plan_support import rates
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from zinfer.batching.llm import LLM
 from zinfer.errors import JobError
 from zinfer.jobs import JobSummary, UnusableInput, run_job
 from zinfer.jobs.output import OutputFile
@@ -75,6 +76,35 @@ def test_a_job_that_was_cut_writes_the_same_bytes(
     output.write_bytes(b"".join(whole.splitlines(keepends=True)[:num_kept]))
     assert run(model, prompts, output).num_skipped == num_kept
     assert output.read_bytes() == whole
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kept", [slice(17), slice(3, 31), slice(0, 47, 2)])
+def test_rows_that_are_written_are_not_computed_again_if_so_asked(
+    model: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch, kept: slice
+) -> None:
+    run(model, prompts, output)
+    whole = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(whole[kept]))
+    written = {row["id"] for row in read_rows(output)}
+    computed: list[int] = []
+    stream = LLM.stream
+
+    def counted(llm: LLM, prompts: Any, *args: Any) -> Any:
+        computed.append(len(prompts))
+        return stream(llm, prompts, *args)
+
+    monkeypatch.setattr(LLM, "stream", counted)
+    summary = run(model, prompts, output, only_missing=True)
+    assert summary.num_skipped == len(whole[kept])
+    assert sum(computed) == len({row["id"] for row in ROWS} - written - {"bad", "worse"})
+    assert not any("recomputing" in note for note in summary.notes)
+    assert any("rows are computed again" in note and "written rows are not" in note for note in summary.notes)
+
+    def texts(rows: list[dict[str, Any]]) -> dict[str, Any]:  # without log-probabilities, which may differ in a bit
+        return {row["id"]: {key: value for key, value in row.items() if key != "logprobs"} for row in rows}
+
+    assert texts(read_rows(output)) == texts([json.loads(line) for line in whole])
 
 
 def test_sizes_that_were_chosen_are_kept_for_whoever_goes_on(model: Path, prompts: Path, output: Path) -> None:

@@ -40,6 +40,10 @@ def run(
     fast: Annotated[
         bool, typer.Option("--fast", help="Allow an INT8 KV cache where that is predicted to be faster.")
     ] = False,
+    only_missing: Annotated[
+        bool,
+        typer.Option("--only-missing", help="Go on without computing written rows again; last bits may differ."),
+    ] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON line on stdout instead of the table.")] = False,
 ) -> None:
@@ -84,6 +88,7 @@ def run(
             task=task.value,
             pooling=pooling.value,
             fast=fast,
+            only_missing=only_missing,
             console=Console(stderr=True) if is_shown else None,
         )
     if is_shown and as_json:

@@ -89,7 +89,7 @@ class ExecutionMode:
                 self._is_padded = True
                 meter.note(f"padded batches through transformers' generate, which are slower: {error}")
         self.batch_size = request.batch_size or (_PADDED_ROWS if self._is_padded else ROWS_TOGETHER)
-        self.judges_batch_size = not (request.batch_size or self._is_padded or self._encodes)
+        self.judges_batch_size = not (request.batch_size or request.only_missing or self._is_padded or self._encodes)
         self.num_shares = num_shares
         self.completer: Completer | None = None
         self.computing_s = 0.0
@@ -174,12 +174,14 @@ class ExecutionMode:
         begin_s, meter, num_rows = time.monotonic(), self._meter, len(prompts)
         if not self.computing_s:
             taking = f" ({duration(meter.predicted_row_s * num_rows)})" if meter.predicted_row_s else ""
-            meter.note(f"if stopped, at most {num_rows:,} rows are computed again{taking}; written rows are kept")
+            fewer = "; written rows are not" if self._request.only_missing else "; written rows are kept"
+            meter.note(f"if stopped, at most {num_rows:,} rows are computed again{taking}{fewer}")
         meter.begin_batch(len(missing), num_rows)
         if num_again := num_rows - len(missing):
             meter.note(
                 f"recomputing {num_again:,} finished rows with {len(missing):,} missing ones: they share passes, so "
-                "the missing rows get the same bytes as without the interruption"
+                "the missing rows get the same bytes as without the interruption; --only-missing leaves them out, and "
+                "last bits may differ"
             )
         rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
         kept = f"The rows in {self._request.output} are kept"

@@ -65,6 +65,7 @@ def run_job(
     task: str = "generate",
     pooling: str = "mean",
     fast: bool = False,
+    only_missing: bool = False,
     console: Console | None = None,
 ) -> JobSummary:
     """Complete every row of `input` into `output`; resumes an earlier run of the same job.
@@ -92,6 +93,8 @@ def run_job(
             all labels). For the last two, rows may have only a prompt and an id.
         pooling: for "embed": "mean" over the tokens, or "cls", the first token.
         fast: choose an INT8 KV cache where that is predicted to be faster, as ``zinfer.optimize`` "speed".
+        only_missing: of a batch that an earlier run left unfinished, compute only the rows that `output` lacks. They
+            then share passes with fewer rows, and may differ in last bits from those of an undisturbed run.
         console: where to show progress; None shows nothing.
 
     Raises:
@@ -112,6 +115,7 @@ def run_job(
         task=Task(task),
         pooling=Pooling(pooling),
         fast=fast,
+        only_missing=only_missing,
     )
     request.check()
     keys = {"device": request.device, **({"optimize": "speed"} if request.fast else {})}
@@ -180,7 +184,7 @@ class _Job:
         if mode.judges_batch_size and not out.is_begun:
             self._choose_batch_size()
         responses = OpenAIResponses(self._manifest.began, self._manifest.model_name, self._tokenizer)
-        cutter = BatchCutter(self._reader, states, mode.batch_size)
+        cutter = BatchCutter(self._reader, states, mode.batch_size, only_missing=self._request.only_missing)
         batches = BatchSource(prefetch_iter(cutter))
         with closing(RowWriter(out, meter.add_finished)) as writer, closing(batches) as source:
             records = Records(responses, writer.put, states)

@@ -100,8 +100,8 @@ class Batch:
     """Neighbouring rows of the input, at most `batch_size` of them prompts.
 
     missing: rows that the output lacks, in input order, each with its ordinal.
-    prompts: prompts computed together, including those already done, so that results stay the same. Empty if only error
-        rows are missing.
+    prompts: prompts computed together, including those already done, so that results stay the same, unless only missing
+        ones are wanted. Empty if only error rows are missing.
     """
 
     missing: tuple[tuple[int, Prompt | BadRow], ...]
@@ -109,17 +109,24 @@ class Batch:
 
 
 class BatchCutter:
-    """Iterates over the batches that have rows missing from the output."""
+    """Iterates over the batches that have rows missing from the output.
 
-    def __init__(self, reader: PromptReader, states: bytearray, batch_size: int) -> None:
-        """states: [num_rows] RowState by ordinal."""
+    Args:
+        states: [num_rows] RowState by ordinal.
+        only_missing: leave rows that the output has out of the batches.
+    """
+
+    def __init__(self, reader: PromptReader, states: bytearray, batch_size: int, *, only_missing: bool = False) -> None:
         self._reader, self._states, self._batch_size = reader, states, batch_size
+        self._only_missing = only_missing
 
     def __iter__(self) -> Iterator[Batch]:
         rows: list[tuple[int, Line, Prompt | BadRow | None]] = []  # None: in the output already
         num_prompts = 0
         for ordinal, line in enumerate(self._lines()):
             state = self._states[ordinal]
+            if self._only_missing and state != RowState.MISSING:
+                continue
             item = self._reader.read(line) if state != RowState.DONE else None
             # A failed row may still be a prompt: its completion may have failed.
             num_prompts += state == RowState.DONE or isinstance(item, Prompt)

@@ -53,6 +53,7 @@ class JobRequest:
     task: Task = Task.GENERATE
     pooling: Pooling = Pooling.MEAN
     fast: bool = False
+    only_missing: bool = False
 
     @property
     def generates(self) -> bool:

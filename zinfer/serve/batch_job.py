@@ -84,7 +84,7 @@ class BatchJob:
             self._begin(out, index)
             reader = PromptReader(encoder, index)
             responses = OpenAIResponses(self._began, service.names[0], deepcopy(tokenizer))
-            cutter = BatchCutter(reader, self._states, _ROWS_READ)
+            cutter = BatchCutter(reader, self._states, _ROWS_READ, only_missing=True)
             with (
                 closing(RowWriter(out, lambda number: None)) as writer,
                 closing(prefetch_iter(cutter)) as batches,
@@ -95,8 +95,7 @@ class BatchJob:
                     for batch in batches:
                         missing = records.begin_batch(batch.missing)
                         for prompt in batch.prompts:
-                            if (ordinal := missing.get(id(prompt))) is not None:
-                                yield ordinal, prompt
+                            yield missing[id(prompt)], prompt
 
                 for ordinal, prompt, result in self._completed(prompts(), loop):
                     records.write(ordinal, prompt, _answer(result))
