@@ -64,6 +64,11 @@ def draft_config(settings: Settings) -> dict[str, Any]:
     return {"zinfer": own | ({"parallel": {"replicas": num_started()}} if num_started() > 1 else {})}
 
 
+def own_bytes(draft: DeviceParts) -> int:
+    """Return the device memory of a small model alone: what is kept for CUDA itself serves the large one too."""
+    return draft.total - draft.reserve
+
+
 def beside_draft(settings: Settings, draft: DeviceParts) -> Settings:
     """Return the settings of a large model beside a small one that takes so much of the same cap.
 
@@ -73,7 +78,7 @@ def beside_draft(settings: Settings, draft: DeviceParts) -> Settings:
     cap = settings.memory.max_device_memory
     if cap is None:
         return settings
-    draft_bytes = draft.total - draft.reserve  # what is kept for CUDA itself serves both
+    draft_bytes = own_bytes(draft)
     if draft_bytes >= cap:
         raise PlanError(
             f"zinfer.max_device_memory is {human_bytes(cap)}, and zinfer.draft_model takes {human_bytes(draft_bytes)} "

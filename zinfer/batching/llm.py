@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.batching.batcher import Batcher
-from zinfer.batching.draft_model import DraftModel, beside_draft, check_vocabulary, draft_config
+from zinfer.batching.draft_model import DraftModel, beside_draft, check_vocabulary, draft_config, own_bytes
 from zinfer.batching.following_loop import FollowingLoop
 from zinfer.batching.handle import Handle
 from zinfer.batching.lockstep import Follower, open_lockstep
@@ -134,8 +134,9 @@ class LLM:
             if self._draft is not None:
                 opened.callback(self._draft.close)
                 settings = beside_draft(settings, self._draft.device_parts)
+                self._draft._model.cap.lower_to(own_bytes(self._draft.device_parts))
             # Graphs capture a whole pass with its pages, not only the module's forward.
-            self._model = StreamedModel(
+            self._model: StreamedModel = StreamedModel(
                 model,
                 settings,
                 check_model=check_family,
@@ -146,7 +147,8 @@ class LLM:
             )
             opened.callback(self._model.destroy)
             assert budget is not None
-            self._open(settings, budget, tokenizer, swaps_to_disk)
+            with self._model.cap.explaining():
+                self._open(settings, budget, tokenizer, swaps_to_disk)
             opened.pop_all()
 
     def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, swaps_to_disk: bool | None) -> None:

@@ -18,6 +18,7 @@ from zinfer.config import Settings
 from zinfer.engine.acceleration import Acceleration, open_graphs
 from zinfer.engine.agreement import check_agreement
 from zinfer.engine.division import Division, Prepare
+from zinfer.engine.enforced_cap import EnforcedCap
 from zinfer.engine.estimator import PassEstimator
 from zinfer.engine.interrupts import deferred
 from zinfer.engine.prepare import PreparedModel
@@ -66,6 +67,7 @@ class StreamedModel:
         settings: the resolved configuration.
         plan: homes, buffers and bytes.
         device_parts: planned device memory, by what takes it.
+        cap: enforces `zinfer.max_device_memory`, until the engine is destroyed.
         device: where it computes.
         estimator: predicts the seconds of a pass.
         trace: records reads, copies and compute; None without one.
@@ -129,6 +131,8 @@ class StreamedModel:
                 self.plan: Plan = prepared.plan(limits, free_bytes, reserve, ranks)
             beside = prepared.beside_weights(reserve, limits)
             self.device_parts = DeviceParts.of(self.plan, beside, limits, limits.within_cap(free_bytes))
+            self.cap = cap = EnforcedCap(self.device, limits.cap_bytes)
+            owned.callback(cap.close)
             prepared.take_to(self.device)
             self._lock = threading.RLock()
             self._calling: int | None = None  # the thread inside `call`
@@ -142,28 +146,31 @@ class StreamedModel:
             self.pass_graphs = graphs if replays_passes else None
             self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)
             division.connect(self.module, prepared)
-            runtime = Runtime(
-                self.module,
-                prepared.blocks,
-                self.plan,
-                lambda: open_stream(self.device),
-                settings,
-                prepared.files,
-                scratch=prepared.scratch,
-                trace=self.trace,
-                wrap=self._acceleration.wrap,
-                cuts=graphs.cuts if graphs else None,
-                lock=self._lock,
-                checksums=checksums,
-                ranks=ranks,
-            )
+            with cap.explaining():
+                runtime = Runtime(
+                    self.module,
+                    prepared.blocks,
+                    self.plan,
+                    lambda: open_stream(self.device),
+                    settings,
+                    prepared.files,
+                    scratch=prepared.scratch,
+                    trace=self.trace,
+                    wrap=self._acceleration.wrap,
+                    cuts=graphs.cuts if graphs else None,
+                    lock=self._lock,
+                    checksums=checksums,
+                    ranks=ranks,
+                )
             division.connect_outputs(runtime.serve_next)
             owned.pop_all()
         self.ranks, self.stages = ranks, division.stages
         self._divided = ranks if division.exchanges else None
         self._runtime: Runtime | None = runtime
         self._process_id = os.getpid()
-        self._close = weakref.finalize(self, _close, self._acceleration, runtime, division, ranks, self._process_id)
+        self._close = weakref.finalize(
+            self, _close, self._acceleration, runtime, division, ranks, cap, self._process_id
+        )
         self._acceleration.keep_experts()
         if settings.kernel_inject:
             self._acceleration.inject(prepared.packs, replayed=graphs is not None)
@@ -186,7 +193,7 @@ class StreamedModel:
         In the main thread Ctrl-C takes effect at the start of a pass, or before the wait for a block.
         """
         self.check_process()  # before the lock: another thread may have held it when the process was forked
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad(), self.cap.explaining():
             try:
                 return deferred(lambda: self._call(work, self._running()))
             except (ConfigError, LengthError):  # raised before any compute, on all ranks
@@ -320,11 +327,13 @@ def _close(
     runtime: Runtime,
     division: Division,
     ranks: ModelRanks | None,
+    cap: EnforcedCap,
     process_id: int,
 ) -> None:
     """Clean up in the process that made the engine; holds no reference to it, so that it can be collected."""
     if os.getpid() == process_id:
         with ExitStack() as owned:
+            owned.callback(cap.close)  # last: it bounds what the others free
             if ranks is not None:
                 owned.callback(ranks.close)
             owned.callback(division.remove)

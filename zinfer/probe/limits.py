@@ -111,6 +111,13 @@ def free_device_bytes(limits: MachineLimits) -> int:
     return max(0, free_host_bytes() // limits.num_sharing - limits.host_bytes)
 
 
+def allocatable_bytes(device: torch.device) -> int:
+    """Return the memory of a CUDA device that this process may take now: what is free, within the allocator's bound."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    bound_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
+    return max(0, min(free_bytes, bound_bytes - torch.cuda.memory_reserved(device)))
+
+
 def _free_on(device: torch.device) -> int:
     torch.cuda.empty_cache()  # memory cached by torch counts as free
     return int(torch.cuda.mem_get_info(device)[0])

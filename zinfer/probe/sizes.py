@@ -8,7 +8,7 @@ import torch
 
 from zinfer.config import Settings
 from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_down
-from zinfer.probe.limits import find_limits
+from zinfer.probe.limits import allocatable_bytes, find_limits
 
 _MEMORY_SHARE: Final = 8  # measurements use two or three buffers, so they stay below half of free memory
 
@@ -38,7 +38,7 @@ class Sizes:
         """Limit the sizes to the free memory of host and devices."""
         host_bytes = find_limits(Settings(device="cpu")).host_bytes // _MEMORY_SHARE
         cuda = [device for device in devices if device.type == "cuda"]
-        free_bytes = [torch.cuda.mem_get_info(device)[0] for device in cuda]
+        free_bytes = [allocatable_bytes(device) for device in cuda]
         device_bytes = min(free_bytes) // _MEMORY_SHARE if free_bytes else host_bytes
         return replace(
             self,
