@@ -10,14 +10,19 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import openai
+import prometheus_client
 import pytest
-from hostile_requests import Hostile, head, huge, many
+from hostile_requests import ROUTES, Hostile, head, huge, many
 from jobs_support import letters_model
 from serve_support import KEY, Server, serving
 
 from zinfer import LLM
+from zinfer.serve.admission import Admission
+from zinfer.serve.errors import ApiError
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PROMPTS = [f"{'ab' * (number % 7 + 1)}{chr(97 + number % 26)}" for number in range(12)]
@@ -37,7 +42,18 @@ def alone(model: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ("--files", "kept", "--max-body", "1", "--arrive", str(ARRIVE_S))
+    options = (
+        "--files",
+        "kept",
+        "--max-body",
+        "1",
+        "--arrive",
+        str(ARRIVE_S),
+        "--max-requests",
+        "64",
+        "--api-key",
+        "b",
+    )
     with serving(model, tmp_path_factory.mktemp("server"), *options) as server, ThreadPoolExecutor(1) as threads:
         said = threads.submit(server.process.stderr.read)
         yield server
@@ -159,3 +175,37 @@ def test_many_connections_hold_up_nobody(server: Server, alone: dict[str, str]) 
             model="letters", prompt=PROMPTS[0], temperature=0, max_tokens=12
         )
     assert answer.choices[0].text == alone[PROMPTS[0]]
+
+
+def test_a_key_leaves_room_for_others(server: Server) -> None:
+    options: dict[str, Any] = {"model": "letters", "prompt": "a", "max_tokens": 1}
+    with pytest.raises(openai.RateLimitError, match="33 more than the others' share allows") as refused:
+        server.client().completions.create(**options, n=33)
+    assert refused.value.response.headers["retry-after"] == "1"
+    assert len(server.client(api_key="b").completions.create(**options, n=32).choices) == 32
+
+
+def test_keys_share_what_is_left() -> None:
+    """Whatever greedy keys do, another one gets something."""
+    refused = prometheus_client.Counter("refused", "For this test.", registry=None)
+    admission = Admission(64, is_shared=True, refused=refused)
+    with contextlib.ExitStack() as stack:
+        for key, most in (("0", 32), ("1", 16), ("2", 8)):
+            for _ in range(most):
+                stack.enter_context(admission.admit(1, key))
+            with pytest.raises(ApiError, match=f"{most} sequences of this key are under way, and 1 more"):
+                stack.enter_context(admission.admit(1, key))
+    with admission.admit(32, "2"), pytest.raises(ApiError, match="limit of 64"):
+        stack.enter_context(admission.admit(33, "0"))
+    with Admission(64, is_shared=False, refused=refused).admit(64, "0"):
+        assert refused._value.get() == 4
+
+
+def test_the_openapi_schema_has_the_bodies(server: Server) -> None:
+    with server.http() as http:
+        paths = http.get("/openapi.json").json()["paths"]
+    for path, body in ROUTES.items():
+        described = paths[path.replace("/mii/letters", "/mii/{deployment}")]["post"]["requestBody"]
+        schema = described["content"]["application/json"]["schema"]
+        assert set(schema.get("required", ())) <= set(body)
+        assert set(body) <= set(schema["properties"]) or schema["additionalProperties"] is True

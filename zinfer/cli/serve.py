@@ -122,7 +122,8 @@ def serve(
             drain,
             arrive,
         )
-        run_server([words] * replicas, find_tokenizer(model), options, ServiceLimits(max_requests), say)
+        limits = ServiceLimits(max_requests, is_shared=len(api_key or ()) > 1)
+        run_server([words] * replicas, find_tokenizer(model), options, limits, say)
 
 
 def replica(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_validator, model_validator
 
 from zinfer.errors import ConfigError
 from zinfer.requests.field_errors import field_error
@@ -39,6 +39,12 @@ _NOT_SUPPORTED: Final = frozenset(
     }
 )
 """OpenAI fields that are refused unless null."""
+_TOKEN_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT: Final = {"anyOf": [{"type": "string"}, _TOKEN_IDS]}
+PROMPTS: Final[dict[str, Any]] = {"anyOf": [*_PROMPT["anyOf"], {"type": "array", "items": _PROMPT, "minItems": 1}]}
+"""JSON schema of a text, token ids, or a list of them."""
+_MESSAGE: Final = {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]}
+_MESSAGES: Final[dict[str, Any]] = {"type": "array", "items": _MESSAGE, "minItems": 1}
 
 
 class StreamOptions(BaseModel):
@@ -116,7 +122,7 @@ class Body(BaseModel):
 class ChatBody(Body):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[Any]
+    messages: Annotated[list[Any], WithJsonSchema(_MESSAGES)]
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     tools: Any = None
@@ -159,7 +165,7 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """The body of `/v1/completions`."""
 
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(PROMPTS)]
     logprobs: Any = None
     echo: bool | None = None
     best_of: int | None = None

@@ -8,7 +8,7 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from zinfer.serve.batches import Batch, Batches
-from zinfer.serve.body import read_model
+from zinfer.serve.body import described, read_model
 from zinfer.serve.errors import ApiError
 from zinfer.serve.file_store import FileStore, StoredFile
 
@@ -64,7 +64,7 @@ def batch_routes(batches: Batches) -> APIRouter:
     """Return the routes of batches."""
     router = APIRouter(prefix="/v1/batches")
 
-    @router.post("")
+    @router.post("", openapi_extra=described(_BatchBody))
     async def create(request: Request) -> Batch:
         body = await read_model(request, _BatchBody)
         return batches.create(body.input_file_id, body.endpoint, body.completion_window, body.metadata)

@@ -7,11 +7,12 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
+from zinfer.requests.openai_body import PROMPTS
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.serve.body import read_model
+from zinfer.serve.body import described, read_model
 from zinfer.serve.disconnect import unless_disconnected
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
@@ -24,7 +25,7 @@ _Format = Annotated[Literal["float", "base64"], Field(description="'float' or 'b
 class _Embeddings(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    input: Any
+    input: Annotated[Any, WithJsonSchema(PROMPTS)]
     model: str | None = None
     encoding_format: _Format | None = None
     dimensions: int | None = None
@@ -50,7 +51,7 @@ def embedding_routes(service: Service) -> APIRouter:
     """Return the route over a service."""
     router = APIRouter()
 
-    @router.post("/v1/embeddings")
+    @router.post("/v1/embeddings", openapi_extra=described(_Embeddings))
     async def embeddings(request: Request) -> JSONResponse:
         body = await read_model(request, _Embeddings)
         name = service.check_model(body.model)

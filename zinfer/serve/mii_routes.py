@@ -5,25 +5,27 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.sse import format_sse_event
 
 from zinfer.requests.mii_params import MIIParams
-from zinfer.serve.body import read_record
+from zinfer.serve.body import described, read_record
 from zinfer.serve.disconnect import unless_disconnected
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
+
+_TEXTS: Final = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 
 
 def mii_routes(service: Service) -> APIRouter:
     """Return the routes over a service."""
     router = APIRouter()
 
-    @router.post("/mii/{deployment}")
+    @router.post("/mii/{deployment}", openapi_extra=described(MIIParams, prompts=_TEXTS))
     async def generate(deployment: str, request: Request) -> Response:
         service.check_model(deployment)
         body = await read_record(request)
@@ -45,7 +47,7 @@ def mii_routes(service: Service) -> APIRouter:
 
         return StreamingResponse(stream(), media_type="text/event-stream")
 
-    @router.post("/generate")
+    @router.post("/generate", openapi_extra=described(MIIParams, prompt={"type": "string"}))
     async def one(request: Request) -> Response:
         body = await read_record(request)
         prompts = _prompts(body.pop("prompt", None))

@@ -1,6 +1,6 @@
 """OpenAI's routes that complete prompts, and its list of models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Final
@@ -12,7 +12,7 @@ from zinfer.requests.openai_body import Body, ChatBody, CompletionBody
 from zinfer.requests.openai_choice import Echo
 from zinfer.requests.prompt_encoder import PromptLike, template_variables
 from zinfer.serve.answers import Call
-from zinfer.serve.body import read_model
+from zinfer.serve.body import described, read_model
 from zinfer.serve.disconnect import unless_disconnected
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
@@ -34,7 +34,7 @@ def openai_routes(service: Service) -> APIRouter:
     def model(name: str) -> dict[str, Any]:
         return _model(service, service.check_model(name))
 
-    @router.post("/v1/chat/completions", openapi_extra=_described(ChatBody))
+    @router.post("/v1/chat/completions", openapi_extra=described(ChatBody))
     async def chat(request: Request) -> Response:
         body = await read_model(request, ChatBody)
         name = service.check_model(body.model)
@@ -49,7 +49,7 @@ def openai_routes(service: Service) -> APIRouter:
         call = Call(service, [encoded], [None], name, True, _wants_usage(body), open_parser)
         return await _answer(request, body, call)
 
-    @router.post("/v1/completions", openapi_extra=_described(CompletionBody))
+    @router.post("/v1/completions", openapi_extra=described(CompletionBody))
     async def completions(request: Request) -> Response:
         body = await read_model(request, CompletionBody)
         name = service.check_model(body.model)
@@ -101,21 +101,3 @@ def _echoes(service: Service, prompts: Sequence[PromptLike], several: Sequence[E
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": service.began, "owned_by": "zinfer"}
-
-
-def _described(kind: type[Body]) -> dict[str, Any]:
-    """Describe a body in the OpenAPI schema: it is read by hand, so that errors name field and remedy."""
-    schema = kind.model_json_schema()
-    whole = _inlined(schema, schema.pop("$defs", {}))
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}
-
-
-def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """Return a schema with the definitions that it refers to in their places."""
-    if isinstance(schema, list):
-        return [_inlined(each, definitions) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if "$ref" in schema:
-        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    return {name: _inlined(each, definitions) for name, each in schema.items()}

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from zinfer import __version__
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.serve.body import read_model
+from zinfer.serve.body import described, read_model
 from zinfer.serve.errors import ApiError
 from zinfer.serve.replica import describe
 from zinfer.serve.service import Service
@@ -56,7 +56,7 @@ def operation_routes(service: Service) -> APIRouter:
     def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", openapi_extra=described(_Tokenize))
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await read_model(request, _Tokenize)
         service.check_model(body.model)
@@ -75,7 +75,7 @@ def operation_routes(service: Service) -> APIRouter:
     def tokenizer_info() -> dict[str, Any]:
         return service.prompts.tokenizer_info()
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", openapi_extra=described(_Detokenize))
     async def detokenize(request: Request) -> dict[str, str]:
         body = await read_model(request, _Detokenize)
         service.check_model(body.model)

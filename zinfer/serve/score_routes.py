@@ -14,7 +14,7 @@ from zinfer.requests.completion import Completion
 from zinfer.requests.openai_choice import usage
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.serve.body import read_model
+from zinfer.serve.body import described, read_model
 from zinfer.serve.disconnect import unless_disconnected
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
@@ -37,7 +37,7 @@ def score_routes(service: Service) -> APIRouter:
     """Return the route over a service."""
     router = APIRouter()
 
-    @router.post("/score")
+    @router.post("/score", openapi_extra=described(_Score))
     async def score(request: Request) -> JSONResponse:
         body = await read_model(request, _Score)
         name = service.check_model(body.model)

@@ -11,6 +11,8 @@ from zinfer.errors import ConfigError
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.openai_choice import OpenAIChoices
 from zinfer.scheduling.precedence import Precedence
+from zinfer.serve.admission import Admission
+from zinfer.serve.caller import CALLER
 from zinfer.serve.errors import ApiError, ReplicaGone
 from zinfer.serve.metrics import Metrics
 from zinfer.serve.prompts import Encoded, Prompts
@@ -26,10 +28,12 @@ class ServiceLimits:
     Attributes:
         max_requests: sequences under way at once; more get 429.
         max_prompts: prompts of one call.
+        is_shared: among callers with keys of their own, each of whom leaves room for others.
     """
 
     max_requests: int = 4096
     max_prompts: int = 2048
+    is_shared: bool = False
 
 
 class Service:
@@ -57,8 +61,7 @@ class Service:
         self.began = int(time.time())
         self.is_draining = False
         self.prompts = Prompts(tokenizer, limits.max_prompts)
-        self._limits = limits
-        self._num_running = 0
+        self._admission = Admission(limits.max_requests, is_shared=limits.is_shared, refused=self.metrics.num_refused)
 
     async def start(self) -> None:
         """Load the model in all replicas. Raises ConfigError and JobError as `Replica.start`."""
@@ -116,19 +119,8 @@ class Service:
         if self.is_draining:
             raise ApiError(503, "the server is ending", retry_after_s=1)
         choose(self.replicas)
-        if self._num_running + number > self._limits.max_requests:
-            self.metrics.num_refused.inc()
-            raise ApiError(
-                429,
-                f"{self._num_running} sequences are under way, and {number} more than the limit of "
-                f"{self._limits.max_requests} allows; try again later",
-                retry_after_s=1,
-            )
-        self._num_running += number
-        try:
+        with self._admission.admit(number, CALLER.get()):
             yield
-        finally:
-            self._num_running -= number
 
     async def complete(self, encoded: Encoded) -> AsyncGenerator[CompletionDelta, None]:
         """Yield what the completions of a prompt get, token by token; leaving it early cancels them.
