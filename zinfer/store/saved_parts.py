@@ -22,9 +22,10 @@ from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.grain import Grain
+from zinfer.nvme.whole_file import replace_file
 from zinfer.quantization.native.manifest import Manifest
 from zinfer.quantization.stored import Units
-from zinfer.store.folder import Caller, place_file
+from zinfer.store.folder import Caller
 from zinfer.store.writing import write_store
 
 KEY: Final = "save_mp_checkpoint_path"
@@ -137,7 +138,7 @@ def _grain(members: Mapping[str, Any], folder: Path) -> Grain:
 
 
 def _place_json(path: Path, members: Mapping[str, Any]) -> None:
-    place_file(path, [(json.dumps(members, indent=1) + "\n").encode()])
+    replace_file(path, json.dumps(members, indent=1) + "\n")  # perhaps by several ranks at once
 
 
 def _name(shard: Shard, rank: int) -> str:
