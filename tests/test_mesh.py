@@ -74,6 +74,7 @@ def test_coordinates_vary_fastest_in_the_last_mode() -> None:
         ({"expert": 2, "replicas": 2}, ["a"] * 4, Mesh(replicas=2, expert=2)),
         ({"expert": 2, "zero": 2}, ["a"] * 4, Mesh(zero=2, expert=2)),
         ({"expert": 2, "tensor": 2}, ["a"] * 8, Mesh(replicas=2, expert=2, tensor=2)),
+        ({"pipeline": 2, "zero": 2, "tensor": 2}, ["a"] * 8, Mesh(pipeline=2, zero=2, tensor=2)),
         ({"zero": 2}, ["a"] * 4, Mesh(replicas=2, zero=2)),
         ({"zero": 1}, ["a"] * 4, Mesh(replicas=4)),
         ({"pipeline": 2, "tensor": 1}, ["a"] * 4, Mesh(replicas=2, pipeline=2)),
@@ -112,13 +113,6 @@ def test_a_mesh_of_other_ranks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'parallel = \{"zero": 2\} needs 2 ranks, and there is 1; start 2 ranks'):
         zinfer.init_inference(tiny_checkpoint("llama", tmp_path), config({"zero": 2}))
     assert resolve_settings({"zinfer": {"parallel": "auto"}}) == resolve_settings({})
-
-
-def test_stages_that_would_divide_layers_are_refused() -> None:
-    for mode in ("tensor", "expert"):
-        nearest = rf'state \{{"zero": 2, "{mode}": 2\}}, in which ranks share the bytes'
-        with pytest.raises(ConfigError, match=rf'"pipeline": 2, "{mode}": 2\}} is not available yet: .*; {nearest}'):
-            Mesh.of({"pipeline": 2, mode: 2}, ["a"] * 4)
 
 
 def computed(rank: int, folder: Path, meshes: list[object], num_calls: int) -> list[tuple[torch.Tensor, RunStats]]:

@@ -8,9 +8,7 @@ import torch
 from guide_blocks import FENCE, GUIDE, ROOT, blocks_of
 from guide_runner import PageRunner
 
-from zinfer.errors import ConfigError
 from zinfer.model.families import FAMILIES
-from zinfer.ranks.mesh import Mesh
 
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -70,10 +68,3 @@ def test_the_links_lead_somewhere() -> None:
     links = [link for link in LINK.findall(FENCE.sub("", TEXT)) if not link.startswith("https://")]
     assert "docs/guide/index.md" in links
     assert [link for link in links if not (ROOT / link).is_file()] == []
-
-
-def test_the_readme_names_what_is_refused() -> None:
-    assert "stages do not divide their layers" in TEXT
-    for mode in ("expert", "tensor"):
-        with pytest.raises(ConfigError, match=r"is not available yet: stages cannot divide layers; state "):
-            Mesh.of({"pipeline": 2, mode: 2, "replicas": 2}, ["host"] * 8)

@@ -1,4 +1,4 @@
-"""`Division`: what a rank holds of a model that several compute: a shard of each layer, or a stage's layers."""
+"""`Division`: what a rank holds of a model that several compute: a shard of each layer, or of a stage's layers."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -93,7 +93,7 @@ class Division:
         settings: Settings,
         partition: Prepare,
     ) -> PreparedModel:
-        """Partition this rank's part of a module.
+        """Partition this rank's part of a module. The whole module is divided, and cut down to the stage's layers then.
 
         Args:
             partition: partitions a module, its shards, or a stage's layers.
@@ -102,17 +102,14 @@ class Division:
             ConfigError: the model cannot be divided as the configuration asks.
             CheckpointError: as `PreparedModel.of`.
         """
-        if self._stage is not None:
-            part = StageModel(module, self._stage, settings.block_classes)
-            self._ends.append(part.undo)
-            return partition(module, checkpoint, settings, None, part)
-        sharding: Sharding | None = None
+        part, sharding, classes = None, None, settings.block_classes
+        if self._stage is not None:  # of whole layers, whose sizes are the same on all ranks
+            part = StageModel(module, self._stage, classes)
         if self._shard is not None:
             grain = self._part.grain if self._part else _find_grain(module, checkpoint, settings)
-            classes, stated = settings.block_classes, settings.tensor_parallel
-            sharding = Sharding.of(module, self._shard, classes, grain, stated)
-            self._ends.append(sharding.undo)
-        return partition(module, checkpoint, settings, sharding, None)
+            sharding = Sharding.of(module, self._shard, classes, grain, settings.tensor_parallel)
+        self._ends += [each.undo for each in (sharding, part) if each is not None]
+        return partition(module, checkpoint, settings, sharding, part)
 
     def connect(self, module: PreTrainedModel, prepared: PreparedModel) -> None:
         """Let the part exchange with those of the other ranks, before anything else hooks into the module."""

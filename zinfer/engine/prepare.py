@@ -28,6 +28,7 @@ from zinfer.planning.memory import Footprint, beside_request
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.stored import find_stored_scheme
+from zinfer.ranks.mesh import DIVIDING
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.store.loaded_weights import LoadedWeights, check_alike
 from zinfer.store.packed_cache import stored_copy
@@ -194,7 +195,8 @@ class PreparedModel:
         if ranks.mesh.num_dividing == 1 or ranks.partition.size == 1:
             return plan
         sizes = [block.block.nbytes for block in self.blocks]
-        return replace(_of_largest(ranks.exchange((sizes, plan))), streamed_bytes=plan.streamed_bytes)
+        found, alike = ranks.exchange((sizes, plan)), ranks.mesh.ranks_in(("zero", *DIVIDING), ranks.group.rank)
+        return replace(_of_largest([found[rank] for rank in alike]), streamed_bytes=plan.streamed_bytes)
 
     def device_parts(
         self, limits: MachineLimits, free_bytes: int, reserve: Footprint | None, partition: Partition = WHOLE

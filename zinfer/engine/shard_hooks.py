@@ -39,7 +39,8 @@ class ShardHooks:
     """Makes the modules of a divided model give what they would give undivided, until `remove`.
 
     Args:
-        model: whose parameters `Sharding.apply` has cut.
+        model: whose parameters `Sharding.apply` has cut. It may lack modules, or have others without weights in their
+            place, if it is a stage of a pipeline.
         sharding: how.
         ranks: all of them.
     """
@@ -49,31 +50,34 @@ class ShardHooks:
         self._others = ranks.communicator(DIVIDING)
         self._patches = ModulePatches()
         self._handles: list[RemovableHandle] = []
-        layers, find = sharding.layers, model.get_submodule
-        for path in layers.splits:
-            self._handles.append(find(path).register_forward_pre_hook(self._split))
-        for path, is_divided in layers.picks.items():
-            pick = PickedInput(self._others, is_divided=is_divided)
-            self._handles.append(find(path).register_forward_pre_hook(pick))
-        for path, experts in layers.experts.items():
-            own = OwnPairs(experts)
-            self._handles.append(find(path).register_forward_pre_hook(own.keep))
-            self._handles.append(find(path).register_forward_hook(own.spread))
-        for path in layers.sums:
-            self._handles.append(find(path).register_forward_hook(self._sum))
-        for path in layers.gathers:
-            self._handles.append(find(path).register_forward_hook(self._join))
-        for path, count in sharding.heads.items():
-            self._handles.append(find(path).register_forward_hook(partial(self._join_logits, count)))
-        for path, count in sharding.embeddings.items():
-            self._patches.patch(find(path), self._lookup(find(path), count))
-        for module in model.modules():
+        with_alibi = getattr(model.config, "model_type", None) in _WITH_ALIBI
+        for path, module in model.named_modules():
+            self._connect_layer(path, module, with_alibi=with_alibi)
+            if isinstance(module, nn.Linear) and path in sharding.heads:
+                join = partial(self._join_logits, sharding.heads[path])
+                self._handles.append(module.register_forward_hook(join))
+            if isinstance(module, nn.Embedding) and path in sharding.embeddings:
+                self._patches.patch(module, self._lookup(module, sharding.embeddings[path]))
             if isinstance(module, Conv1D) and module._parameters.get("bias") is None:
                 self._patches.patch(module, partial(_without_bias, module))
-        if getattr(model.config, "model_type", None) in _WITH_ALIBI:
-            for path, heads in layers.heads.items():
-                choose = partial(_choose_heads, heads)
-                self._handles.append(find(path).register_forward_pre_hook(choose, with_kwargs=True))
+
+    def _connect_layer(self, path: str, module: nn.Module, *, with_alibi: bool) -> None:
+        """Hook into a module of a layer; in this order, if it needs several."""
+        layers, add, add_before = self._sharding.layers, module.register_forward_hook, module.register_forward_pre_hook
+        if path in layers.splits:
+            self._handles.append(add_before(self._split))
+        if path in layers.picks:
+            self._handles.append(add_before(PickedInput(self._others, is_divided=layers.picks[path])))
+        if path in layers.experts:
+            own = OwnPairs(layers.experts[path])
+            self._handles += [add_before(own.keep), add(own.spread)]
+        if path in layers.sums:
+            self._handles.append(add(self._sum))
+        if path in layers.gathers:
+            self._handles.append(add(self._join))
+        if path in layers.heads and with_alibi:
+            choose = partial(_choose_heads, layers.heads[path])
+            self._handles.append(add_before(choose, with_kwargs=True))
 
     def remove(self) -> None:
         """Undo everything; may be called again."""

@@ -60,7 +60,7 @@ class Mesh:
             hosts: the host of each rank.
 
         Raises:
-            ConfigError: the sizes do not multiply to the number of ranks, or cannot be combined.
+            ConfigError: the sizes do not multiply to the number of ranks.
         """
         sizes = {mode: size for mode, size in stated.items() if size is not None}
         mesh = cls(**sizes)
@@ -69,13 +69,6 @@ class Mesh:
                 return cls.by_hosts(hosts)
             mesh = replace(mesh, replicas=max(1, len(hosts) // mesh.size))
         mesh.check(len(hosts))
-        if not mesh.is_available:
-            nearest = replace(mesh, pipeline=1, zero=mesh.zero * mesh.pipeline)
-            raise ConfigError(
-                f"zinfer.parallel = {json.dumps(mesh.stated)} is not available yet: stages cannot divide layers; state "
-                f"{json.dumps(nearest.stated)}, in which ranks share the bytes of what they divide, or leave out all "
-                "but pipeline and zero"
-            )
         return mesh
 
     @classmethod
@@ -95,11 +88,6 @@ class Mesh:
     def sizes(self) -> dict[Mode, int]:
         """The sizes by mode, in the order of `MODES`."""
         return {mode: getattr(self, mode) for mode in MODES}
-
-    @property
-    def is_available(self) -> bool:
-        """Whether runs can use all its modes."""
-        return self.pipeline == 1 or self.num_dividing == 1
 
     @property
     def num_dividing(self) -> int:
