@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import openai
 import prometheus_client
 import pytest
+from churning_clients import ChurningClients, Held
 from hostile_requests import ROUTES, Hostile, head, huge, many
 from jobs_support import letters_model
 from serve_support import KEY, Server, serving
@@ -26,7 +27,7 @@ from zinfer.serve.errors import ApiError
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PROMPTS = [f"{'ab' * (number % 7 + 1)}{chr(97 + number % 26)}" for number in range(12)]
-ARRIVE_S = 2.0
+ARRIVE_S = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +43,8 @@ def alone(model: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = (
-        "--files",
-        "kept",
-        "--max-body",
-        "1",
-        "--arrive",
-        str(ARRIVE_S),
-        "--max-requests",
-        "64",
-        "--api-key",
-        "b",
-    )
+    limits = ("--max-body", "1", "--arrive", str(ARRIVE_S), "--max-requests", "512")
+    options = ("--files", "kept", "--api-key", "b", *limits)
     with serving(model, tmp_path_factory.mktemp("server"), *options) as server, ThreadPoolExecutor(1) as threads:
         said = threads.submit(server.process.stderr.read)
         yield server
@@ -101,6 +92,43 @@ def test_hostile_requests_harm_nobody(server: Server, alone: dict[str, str], num
     assert good.num_answers > 0
     assert found[400] > number / 4
     assert found[200] > 0
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_clients_that_vanish_leave_nothing_behind(server: Server, alone: dict[str, str], seconds: int) -> None:
+    clients = ChurningClients(server.url, KEY, alone, num_new=12)
+    processes = [server.process.pid, *server.replica_ids()]
+    clients.run(1 + seconds / 10)  # what is allocated once
+    _idle(server)
+    before = [Held.by(each) for each in processes]
+    found = clients.run(float(os.environ.get("ZINFER_CHURN_S", seconds)), seed=1)
+    assert _idle(server)["num_used_pages"] == 0
+    assert min(found[each] for each in ("whole", "stream", "left")) > 0
+    deadline = time.monotonic() + 30
+    while True:  # the last connections may be closing
+        after = [Held.by(each) for each in processes]
+        if all(new.num_files <= old.num_files for old, new in zip(before, after, strict=True)):
+            break
+        assert time.monotonic() < deadline, (before, after)
+        time.sleep(0.1)
+    print(dict(found), before, after)
+    for old, new in zip(before, after, strict=True):
+        assert new.num_threads == old.num_threads
+        assert new.rss_bytes < old.rss_bytes + (64 << 20)
+
+
+def _idle(server: Server) -> dict[str, Any]:
+    """Wait until nothing is under way and all connections are gone; returns the engine's counters of then."""
+    deadline = time.monotonic() + 60
+    while True:
+        found: Any = server.load()
+        (replica,) = found["replicas"]
+        idle = found["sequences_under_way"] == replica["outstanding_tokens"] == replica["running_sequences"] == 0
+        if idle and replica["engine"]["num_used_pages"] == 0:
+            time.sleep(1.1)  # replicas report once a second
+            return dict(server.load()["replicas"][0]["engine"])  # type: ignore[index]
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
 
 
 def slowly(server: Server, first: bytes) -> bytes:
@@ -178,11 +206,11 @@ def test_many_connections_hold_up_nobody(server: Server, alone: dict[str, str]) 
 
 
 def test_a_key_leaves_room_for_others(server: Server) -> None:
-    options: dict[str, Any] = {"model": "letters", "prompt": "a", "max_tokens": 1}
-    with pytest.raises(openai.RateLimitError, match="33 more than the others' share allows") as refused:
-        server.client().completions.create(**options, n=33)
+    options: dict[str, Any] = {"model": "letters", "max_tokens": 1}
+    with pytest.raises(openai.RateLimitError, match="257 more than the others' share allows") as refused:
+        server.client().completions.create(**options, prompt=["a"] * 257)
     assert refused.value.response.headers["retry-after"] == "1"
-    assert len(server.client(api_key="b").completions.create(**options, n=32).choices) == 32
+    assert len(server.client(api_key="b").completions.create(**options, prompt=["a"] * 256).choices) == 256
 
 
 def test_keys_share_what_is_left() -> None:
