@@ -43,6 +43,8 @@ CASES: Final[dict[str, dict[str, object]]] = {
     "fp16-kv8": {"kv_cache_dtype": "int8"},
     "fp16-hosted": {"kv_cache_tier": "host"},
     "int8": {"quantization": {"bits": 8}},
+    "int8-products": {"quantization": {"bits": 8, "activations": True}},
+    "fp8-products": {"quantization": {"bits": 8, "format": "fp8", "activations": True}},
     "int8-kv8": {"quantization": {"bits": 8}, "kv_cache_dtype": "int8"},
     "int4-kv8": {"quantization": {"bits": 4, "group_size": 128}, "kv_cache_dtype": "int8"},
 }

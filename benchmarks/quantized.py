@@ -32,9 +32,11 @@ FORMATS: Final[dict[str, dict[str, object] | None]] = {
     "int4": {"bits": 4, "group_size": 128},
     "w8a8": {"bits": 8, "activations": True},
     "fp8": {"bits": 8, "format": "fp8"},
+    "fp8-products": {"bits": 8, "format": "fp8", "activations": True},
 }
 _GATE_LAYERS: Final = 3
-_MOST_ERROR: Final = {"int8": 0.05, "int4": 0.5, "w8a8": 0.1, "fp8": 0.2}  # of the gate's logits, to catch nonsense
+_MOST_ERROR: Final = {"int8": 0.05, "int4": 0.5, "w8a8": 0.1, "fp8": 0.2, "fp8-products": 0.3}
+"""Of the gate's logits, to catch nonsense."""
 
 
 def config_for(format: str, home: str) -> dict[str, object]:

@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zinfer.kernels.launching import on_device
+from zinfer.kernels.quantize_tokens import quantize_tokens_kernel, quantize_tokens_ref
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.quantized_linear import check_input, with_plain_matrix
 from zinfer.kernels.tiles import Tiles
@@ -20,9 +21,6 @@ from zinfer.kernels.tiles import Tiles
 _LAST: Final = 127  # the largest code
 _MOST_COLUMNS: Final = (2**31 - 1) // _LAST**2  # more of them might overflow a sum
 _EXACT_COLUMNS: Final = 2**24 // _LAST**2  # up to this many products of codes add up exactly in float32
-_LEAST = tl.constexpr(2.0**-100)  # tokens of smaller magnitude count as zeros, since 127 / magnitude may overflow
-_TOKEN_BLOCK: Final = 4096
-_TOKEN_WARPS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def int8_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | N
 
 def int8_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `int8_linear` in plain torch: exact sums, from float32 products that are too short to round."""
-    codes, scales = quantize_tokens_ref(x.reshape(-1, matrix.columns))
+    codes, scales = quantize_tokens_ref(x.reshape(-1, matrix.columns), torch.int8)
     sums = torch.zeros(codes.shape[0], matrix.rows, dtype=torch.int32, device=x.device)
     for begin in range(0, matrix.columns, _EXACT_COLUMNS):
         part = slice(begin, begin + _EXACT_COLUMNS)
@@ -73,34 +71,6 @@ def int8_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor
     values = sums.float().mul_(scales.unsqueeze(1)).mul_(matrix.scales.float().T)
     values = values if bias is None else values.add_(bias.float())
     return values.to(x.dtype).view(*x.shape[:-1], matrix.rows)
-
-
-def quantize_tokens_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quantize_tokens_kernel`, in plain torch."""
-    values = x.float()
-    largest = values.abs().amax(dim=1, keepdim=True) if x.shape[1] else values.new_zeros(x.shape[0], 1)
-    steps = torch.where(largest > _LEAST.value, torch.full_like(largest, _LAST) / largest, 0)
-    codes = (values * steps).round().clamp(-_LAST, _LAST).to(torch.int8)
-    return codes, (largest / torch.full_like(largest, _LAST)).squeeze(1) + (values * 0).sum(dim=1)
-
-
-def quantize_tokens_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (int8, of x's shape) and scales [tokens] (float32) of x [tokens, columns]; zeros have scale 0."""
-    x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    block = min(_TOKEN_BLOCK, triton.next_power_of_2(x.shape[1]))
-    with on_device(x):
-        _quantize_tokens[(x.shape[0],)](
-            x,
-            codes,
-            scales,
-            x.shape[1],
-            BLOCK=block,
-            num_warps=_TOKEN_WARPS,
-            enable_fp_fusion=False,  # fusing a product into the addition that rounds would skip its own rounding
-        )
-    return codes, scales
 
 
 def int8_linear_kernel(
@@ -112,7 +82,7 @@ def int8_linear_kernel(
     out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     if out.numel() == 0 or columns == 0:
         return int8_linear_ref(x, matrix, bias)
-    codes, scales = quantize_tokens_kernel(flat)
+    codes, scales = quantize_tokens_kernel(flat, torch.int8)
     left, right = codes, matrix.codes.contiguous()
     # The tensor memory accelerator copies tiles by descriptors, from compute capability 9.0 on.
     has_descriptors = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
@@ -140,28 +110,6 @@ def int8_linear_kernel(
             **tiles.options,
         )
     return out.view(*x.shape[:-1], rows)
-
-
-@triton.jit
-def _quantize_tokens(x_ptr, codes_ptr, scales_ptr, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Quantize one token: its largest magnitude, then its codes, rounded to even like torch."""
-    begin = tl.program_id(0).to(tl.int64) * columns
-    largest = tl.zeros((BLOCK,), tl.float32)
-    nothing = tl.zeros((BLOCK,), tl.float32)  # or NaN if the token has an infinity or NaN, which a maximum loses
-    for offset in range(0, columns, BLOCK):
-        place = offset + tl.arange(0, BLOCK)
-        value = tl.load(x_ptr + begin + place, mask=place < columns, other=0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(value))
-        nothing += value * 0
-    top = tl.max(largest, axis=0)
-    step = tl.where(top > _LEAST, tl.div_rn(127.0, tl.maximum(top, _LEAST)), 0.0)
-    tl.store(scales_ptr + tl.program_id(0), tl.div_rn(top, 127.0) + tl.sum(nothing, axis=0))
-    for offset in range(0, columns, BLOCK):
-        place = offset + tl.arange(0, BLOCK)
-        value = tl.load(x_ptr + begin + place, mask=place < columns, other=0).to(tl.float32) * step
-        value = (value + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 has no fraction bits there
-        value = tl.minimum(tl.maximum(value, -127.0), 127.0)
-        tl.store(codes_ptr + begin + place, value.to(tl.int8), mask=place < columns)
 
 
 @triton.jit

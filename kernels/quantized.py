@@ -105,6 +105,11 @@ class QuantFormat:
         return self.bits == 8 and self.symmetric and not self.is_float and self.group_size is None
 
     @property
+    def multiplies_fp8(self) -> bool:
+        """Whether FP8 tensor cores can multiply the codes, with one scale per row."""
+        return self.is_float and self.group_size is None
+
+    @property
     def codes_dtype(self) -> torch.dtype:
         if self.is_float:
             return FLOAT8

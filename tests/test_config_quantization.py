@@ -164,6 +164,11 @@ def test_quantized_activations(config: dict[str, Any]) -> None:
     assert resolved(config) == Quantization((QuantRule(),), activations=True)
 
 
+def test_activations_are_fp8_where_the_weights_are() -> None:
+    config = {"zinfer": {"quantization": {"activations": True, "format": "fp8"}}}
+    assert resolved(config) == Quantization((QuantRule(is_float=True),), activations=True)
+
+
 def test_quantized_activations_of_some_matrices() -> None:
     by_name = {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 8}}}}
     assert resolved({**by_name, "zinfer": {"quantization": {"activations": True}}}) == Quantization(

@@ -84,19 +84,19 @@ QUANT4 = {"weight": {"num_bits": 4}}
         (
             {"quant": {"activation": {"enabled": True}, "weight": {"enabled": False}}},
             "quant.activation.enabled = true (config) contradicts quant.weight.enabled = false (config): "
-            "activations are quantized only with INT8 weights",
+            "activations are quantized only with weights of 8 bits",
         ),
         (
             {"quant": {"activation": {"enabled": True}, **QUANT4}},
             "quant.activation.enabled = true (config) contradicts quant.weight.num_bits = 4 (config): "
-            "quantized activations need weights of 8 bits, symmetric, whole numbers, without group_size",
+            "quantized activations need symmetric weights of 8 bits without group_size",
         ),
         *(
             (
                 {"zinfer": {"quantization": {"activations": True, name: value}}},
                 f"zinfer.quantization.activations = true (config) contradicts zinfer.quantization.{name} = ",
             )
-            for name, value in (("bits", 4), ("symmetric", False), ("format", "fp8"), ("group_size", 64))
+            for name, value in (("bits", 4), ("symmetric", False), ("group_size", 64))
         ),
         (
             {

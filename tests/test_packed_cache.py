@@ -180,7 +180,7 @@ def test_activations_are_quantized_on_this_way_too(model: Path, batch: dict[str,
     only(tmp_path / "nvme")  # one store serves both
     make_store(model, tmp_path / "int4", bits=4)
     with pytest.raises(
-        ConfigError, match=r"activations: model\.layers\.0\..* is stored as .*bits=4.* take symmetric INT8"
+        ConfigError, match=r"activations: model\.layers\.0\..* is stored as .*bits=4.* take symmetric INT8 or FP8"
     ):
         start(tmp_path / "int4", None, section)
 

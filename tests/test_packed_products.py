@@ -122,6 +122,7 @@ QUANTIZED: dict[str, dict[str, object]] = {
     "fragments": {"bits": 4, "group_size": 64},
     "fp8": {"bits": 8, "format": "fp8"},
     "w8a8": {"bits": 8, "activations": True},
+    "fp8-products": {"bits": 8, "format": "fp8", "activations": True},
 }
 
 

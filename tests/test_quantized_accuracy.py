@@ -48,6 +48,7 @@ def full_score() -> int:
         ({"bits": 4, "group_size": 64}, 0.97),
         ({"bits": 4, "group_size": 64, "search": "clip"}, 0.97),
         ({"bits": 8, "activations": True}, 0.97),
+        ({"bits": 8, "format": "fp8", "activations": True}, 0.95),
     ],
 )
 def test_the_demo_answers_as_well_as_in_full(full_score: int, section: dict[str, object], least_share: float) -> None:

@@ -47,7 +47,7 @@ def resolve_quantization(given: Mapping[str, Given]) -> tuple[Quantization | Non
     activations = _activations(stated)
     if activations is not None and not parts and not by_name:
         if _is_false(given, "quant.weight.enabled"):
-            why = "activations are quantized only with INT8 weights; change one of them"
+            why = "activations are quantized only with weights of 8 bits; change one of them"
             raise contradiction(activations, given["quant.weight.enabled"], why)
         parts.append((activations, INT8))
     if not parts and not by_name:
@@ -153,13 +153,10 @@ def _rule(part: Mapping[str, Any], origin: str, pattern: str | None = None) -> Q
 
 
 def _check_activations(activations: Given, parts: Iterable[_Asked]) -> None:
-    """Check the weights' format: INT8 tensor cores multiply signed bytes and sum whole rows, so each row needs one
+    """Check the weights' format: tensor cores multiply signed bytes or FP8 and sum whole rows, so each row needs one
     scale and no zero point."""
     for item, part in parts:
-        is_int8 = part.get("bits") != 4 and part.get("symmetric") is not False and not part.get("is_float")
-        if not is_int8 or part.get("group_size") is not None or part.get("group_dim") == 0:
-            why = (
-                "quantized activations need weights of 8 bits, symmetric, whole numbers, without group_size or "
-                "group_dim 0; change one of them"
-            )
+        has_8_bits = part.get("bits") != 4 and part.get("symmetric") is not False
+        if not has_8_bits or part.get("group_size") is not None or part.get("group_dim") == 0:
+            why = "quantized activations need symmetric weights of 8 bits without group_size or group_dim 0; change one"
             raise contradiction(activations, item, why)

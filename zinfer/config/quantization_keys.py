@@ -209,5 +209,10 @@ QUANTIZATION_KEYS: Final[tuple[Key, ...]] = (
         "clip: narrow ranges to minimize the squared error",
         default="none",
     ),
-    supported("zinfer.quantization.activations", flag, "INT8 activations with INT8 weights", default=False),
+    supported(
+        "zinfer.quantization.activations",
+        flag,
+        "activations quantized as the weights are: INT8 with INT8 weights, FP8 with FP8 weights",
+        default=False,
+    ),
 )

@@ -132,7 +132,7 @@ class Quantization:
         exclude: patterns of parameters that stay in full precision, whatever the rules.
         qkv: whether projections to queries, keys and values are quantized too.
         search: "clip" narrows each group's range to minimize the squared error of the weight.
-        activations: use INT8 activations, with a scale per token, with INT8 weights.
+        activations: use activations of 8 bits, with a scale per token: INT8 with INT8 weights, FP8 with FP8 weights.
     """
 
     rules: tuple[QuantRule, ...]

@@ -211,10 +211,10 @@ class _Partitioner:
             stored = stored.arranged
         if self.rules is None or not self.rules.quantizes_input(name):
             return stored
-        if not weight.format.multiplies_int8:
+        if not (weight.format.multiplies_int8 or weight.format.multiplies_fp8):
             raise ConfigError(
                 f"zinfer.quantization.activations: {name} is stored as {weight.format}, but products with quantized "
-                "activations take symmetric INT8 with a scale a row; set it to false, leave the weight out "
+                "activations take symmetric INT8 or FP8 with a scale a row; set it to false, leave the weight out "
                 "(zinfer.quantization.exclude), or quantize the full model with bits 8"
             )
         return replace(stored, quantizes_input=True)

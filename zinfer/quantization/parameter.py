@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from zinfer.kernels.dequantize import dequantize
+from zinfer.kernels.fp8_linear import fp8_linear
 from zinfer.kernels.int8_linear import int8_linear
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.quantized_linear import is_fused, quantized_linear
@@ -26,7 +27,7 @@ class QuantizedParameter(nn.Parameter):
     Attributes:
         matrix: [rows, columns], as stored.
         transposed: the parameter is the matrix's transpose, [columns, rows] (transformers' Conv1D).
-        quantizes_input: products quantize their input to INT8 too, as in ZeroQuant.
+        quantizes_input: products quantize their input as the weights are, to INT8 (as in ZeroQuant) or FP8.
         picked: the columns of a wider input that are this matrix's, [columns]; None: all, as they are.
     """
 
@@ -50,8 +51,9 @@ class QuantizedParameter(nn.Parameter):
 
     def multiplied(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``input @ matrix.T + bias``, [..., rows], for ``input`` [..., columns]."""
-        product = int8_linear if self.quantizes_input else quantized_linear
-        return product(input, self.matrix, bias)
+        if not self.quantizes_input:
+            return quantized_linear(input, self.matrix, bias)
+        return (fp8_linear if self.matrix.format.is_float else int8_linear)(input, self.matrix, bias)
 
     def multiplies_codes(self, tokens: int) -> bool:
         """Return whether a product with this many tokens needs no memory for a dequantized matrix."""
