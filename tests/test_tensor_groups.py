@@ -1,5 +1,6 @@
 """Ranks that divide layers in groups which the program has made itself."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,12 @@ from test_tensor_parallel import IDS, config, error_of
 
 import zinfer
 from zinfer.config import resolve_settings
+from zinfer.config.parallel import ExpertGroups
+from zinfer.config.process_groups import GroupRanks
+from zinfer.config.settings import Settings
+from zinfer.engine.stated_groups import check_groups
 from zinfer.errors import ConfigError
+from zinfer.ranks.mesh import Mesh
 
 
 class Unit:
@@ -118,6 +124,19 @@ def test_groups_that_the_program_made(tmp_path: Path) -> None:
             f"moe.ep_mp_group has the ranks {own}, but the ranks {crossed} have the experts of rank"
         )
         assert "expected one process group, because all mixtures of a model are divided alike" in several
+
+
+def test_groups_of_experts_beside_tensor_ranks_are_apart() -> None:
+    """Ranks 0 and 1 divide each expert; 0 and 2 have different ones."""
+    mesh, settings = Mesh(expert=2, tensor=2), resolve_settings()
+
+    def told(*members: int) -> Settings:
+        return replace(settings, expert_groups=ExpertGroups(GroupRanks(members), None))
+
+    check_groups(mesh, 0, told(0, 2))
+    said = r"moe.ep_group has the ranks \[0, 1\], but rank 0 divides experts with the ranks \[0, 2\]: .* are 2 apart"
+    with pytest.raises(ConfigError, match=said):
+        check_groups(mesh, 0, told(0, 1))
 
 
 def test_groups_without_processes_are_refused() -> None:
