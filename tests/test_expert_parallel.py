@@ -97,7 +97,7 @@ def three(rank: int, jobs: list[Given]) -> tuple[list[Found], tuple[list[tuple[i
 
 
 def test_uneven_experts_and_attention_that_all_ranks_hold(tmp_path: Path) -> None:
-    """Three ranks do not divide four heads; transformers' plan for the last two does not divide them either."""
+    """Three ranks do not divide four heads; no plan divides OLMoE's either."""
     of_olmoe = {"num_key_value_heads": 4, "intermediate_size": 32, "num_experts": 8}
     of_qwen = {"num_key_value_heads": 2, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 3}
     folders = [

@@ -47,6 +47,7 @@ def test_four_ranks_compute_what_one_does(tmp_path: Path, is_every: bool) -> Non
     cases = families(tmp_path / "families")
     cases = cases if is_every else [each for each in cases if each[0].name[:4] in ("Qwen", "GptO")]
     five = mixtral(tmp_path / "five", 5)
+    cases.append((shared_and_routed(tmp_path / "qwen2_moe"), INPUTS))
     int4 = {"zinfer": {"quantization": {"bits": 4, "group_size": 16}}}
     all_homes = ("cpu", "nvme", "none") if is_every else ("nvme",)
     stored = [tmp_path / name for name in (("store", "gptq", "compressed-tensors int8") if is_every else ("store",))]
@@ -63,7 +64,7 @@ def test_four_ranks_compute_what_one_does(tmp_path: Path, is_every: bool) -> Non
     def jobs(parallel: dict[str, int]) -> list[Given]:
         return [(folder, config(parallel, **way), inputs) for folder, way, inputs in ways]
 
-    served = [five, cases[-1][0]]
+    served = [five, cases[-2][0]]
     alone, wanted = all_of_it(0, jobs(ALONE), served, ALONE)
     several = run_ranks(4, all_of_it, jobs(SIZES), served, SIZES)
     names = [f"{folder.name} {way}" for folder, way, _ in ways]
@@ -79,6 +80,12 @@ def test_four_ranks_compute_what_one_does(tmp_path: Path, is_every: bool) -> Non
         assert max(loaded) < 0.3 * alone[place][2].loaded_bytes, folder.name
     kept = sorted(path.name[-17:] for path in (tmp_path / "nvme").iterdir() if "experts" in path.name)
     assert kept == [f"-2-experts-{rank}-of-4" for rank in range(4)]
+
+
+def shared_and_routed(folder: Path) -> Path:
+    """A Qwen2-MoE with a dense layer before one of six experts, of which one serves all tokens."""
+    widths = {"intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    return mixture(folder, "qwen2_moe", num_key_value_heads=2, num_experts=5, mlp_only_layers=[0], **widths)
 
 
 def check_bytes(several: list[Found], alone: Found, homes: str) -> None:

@@ -163,6 +163,13 @@ _OWN: Final[Mapping[str, Plan]] = {
             "mlp.down_proj": ROWWISE,
         }
     ),
+    "qwen2_moe": MappingProxyType(
+        {
+            **{f"mlp.shared_expert.{name}": COLWISE for name in ("gate_proj", "up_proj")},
+            "mlp.shared_expert.down_proj": ROWWISE,
+            "mlp.shared_expert_gate": REPLICATED,
+        }
+    ),
     "roberta": _BERT,
     "stablelm": _LLAMA,
     "t5": _T5,
@@ -170,7 +177,8 @@ _OWN: Final[Mapping[str, Plan]] = {
 }
 _PLANNED: Final = frozenset(
     {"cohere", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite", "llama"}
-    | {"mistral", "mixtral", "olmo2", "phi", "qwen2", "qwen3", "qwen3_moe", "starcoder2"}
+    | {"mistral", "mixtral", "olmo2", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+    | {"starcoder2"}
 )
 """Families whose plan in transformers is followed, except for what is stated here."""
 _MIXTURES: Final = frozenset(("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"))
