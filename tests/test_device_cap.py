@@ -191,12 +191,16 @@ def test_an_engine_leaves_room_for_passes_of_unknown_size(folder: Path) -> None:
         assert engine.device_parts.total <= least
 
 
-def test_a_draft_model_takes_part_of_the_same_cap(folder: Path) -> None:
-    with LLM(folder, device="cpu", max_device_memory="90MB") as llm:
-        alone = llm.device_parts
-    with pytest.raises(PlanError, match=r"zinfer\.draft_model|max_device_memory is .* too little"):
-        LLM(folder, device="cpu", max_device_memory="90MB", draft_model=str(folder), speculate="ngram")
-    assert alone.total <= 90 * 10**6
+def test_a_draft_model_takes_part_of_the_same_caps(folder: Path) -> None:
+    cap, host = 3 * 10**9, 10**9
+    with LLM(folder, device="cpu", max_device_memory=cap, max_host_memory=host, draft_model=str(folder)) as llm:
+        assert llm._draft is not None
+        parts, draft = llm.device_parts, llm._draft.device_parts
+        assert parts.total + draft.total <= cap
+        assert min(parts.kv_cache, draft.kv_cache) > 0
+        assert llm.host_bytes + llm._draft.host_bytes <= host
+    with pytest.raises(PlanError, match=r"zinfer\.max_device_memory is 1\.20 GB, too little: at least"):
+        LLM(folder, device="cpu", max_device_memory="1.2GB", draft_model=str(folder))
 
 
 def test_weights_alone_can_be_bounded(folder: Path) -> None:

@@ -147,10 +147,7 @@ def test_a_call_that_was_cut_leaves_no_place_taken(
 
 @pytest.mark.parametrize("most_in_memory", [0, 5, None])
 @pytest.mark.parametrize("at_once", [1, 3 * 4096, 1 << 20])
-def test_pages_come_back_as_they_were(
-    tmp_path: Path, most_in_memory: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zinfer.kv_cache.swap._MOVED_AT_ONCE_BYTES", at_once)
+def test_pages_come_back_as_they_were(tmp_path: Path, most_in_memory: int | None, at_once: int) -> None:
     generator = torch.Generator().manual_seed(1)
     rows = [
         torch.randn((20, 30), generator=generator).half(),
@@ -158,7 +155,7 @@ def test_pages_come_back_as_they_were(
         torch.randn((20, 7), generator=generator),
     ]
     before = [row.clone() for row in rows]
-    parked = SwapSpace(rows, SwapPlace(most_in_memory, tmp_path))
+    parked = SwapSpace(rows, SwapPlace(most_in_memory, tmp_path, at_once))
     held = {1: [3, 4, 9], 2: [0, 19, 7, 6], 3: [11]}
     for number, pages in held.items():
         parked.swap_out(number, pages)

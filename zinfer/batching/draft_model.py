@@ -60,6 +60,7 @@ def draft_config(settings: Settings) -> dict[str, Any]:
         "max_sequences": MOST_TOKENS // 2,
         "tokens_per_pass": _TOKENS_PER_PASS,
         "max_device_memory": settings.memory.max_device_memory,
+        "max_host_memory": settings.memory.max_host_memory,
     }
     return {"zinfer": own | ({"parallel": {"replicas": num_started()}} if num_started() > 1 else {})}
 
@@ -69,22 +70,30 @@ def own_bytes(draft: DeviceParts) -> int:
     return draft.total - draft.reserve
 
 
-def beside_draft(settings: Settings, draft: DeviceParts) -> Settings:
-    """Return the settings of a large model beside a small one that takes so much of the same cap.
+def beside_draft(settings: Settings, device_bytes: int, host_bytes: int) -> Settings:
+    """Return the settings of a large model beside a small one that takes so much of the same caps.
 
     Raises:
-        PlanError: it takes all of it.
+        PlanError: it takes all of one.
     """
-    cap = settings.memory.max_device_memory
-    if cap is None:
-        return settings
-    draft_bytes = own_bytes(draft)
-    if draft_bytes >= cap:
+    memory = settings.memory
+    return replace(
+        settings,
+        memory=replace(
+            memory,
+            max_device_memory=_left("max_device_memory", memory.max_device_memory, device_bytes),
+            max_host_memory=_left("max_host_memory", memory.max_host_memory, host_bytes),
+        ),
+    )
+
+
+def _left(key: str, cap: int | None, nbytes: int) -> int | None:
+    if cap is not None and nbytes >= cap:
         raise PlanError(
-            f"zinfer.max_device_memory is {human_bytes(cap)}, and zinfer.draft_model takes {human_bytes(draft_bytes)} "
-            "of it; raise the one, or leave out the other"
+            f"zinfer.{key} is {human_bytes(cap)}, and zinfer.draft_model takes {human_bytes(nbytes)} of it; raise the "
+            "one, or leave out the other"
         )
-    return replace(settings, memory=replace(settings.memory, max_device_memory=cap - draft_bytes))
+    return None if cap is None else cap - nbytes
 
 
 def check_vocabulary(folder: Path, draft: tuple[Any, int], own: tuple[Any, int]) -> None:

@@ -133,8 +133,9 @@ class LLM:
             self._draft = self._open_draft(settings)  # first: the large model takes what memory is left
             if self._draft is not None:
                 opened.callback(self._draft.close)
-                settings = beside_draft(settings, self._draft.device_parts)
-                self._draft._model.cap.lower_to(own_bytes(self._draft.device_parts))
+                device_bytes = own_bytes(self._draft.device_parts)
+                settings = beside_draft(settings, device_bytes, self._draft.host_bytes)
+                self._draft._model.cap.lower_to(device_bytes)
             # Graphs capture a whole pass with its pages, not only the module's forward.
             self._model: StreamedModel = StreamedModel(
                 model,
@@ -238,6 +239,12 @@ class LLM:
     def device_parts(self) -> DeviceParts:
         """Planned device memory, by what takes it."""
         return self._model.device_parts
+
+    @property
+    def host_bytes(self) -> int:
+        """Planned host memory of weights, staging slots, and the KV cache there; of swapped pages if it is bounded."""
+        footprint = self.batching.footprint
+        return self.plan.host_bytes + footprint.host_bytes + (footprint.swap_bytes or 0)
 
     @property
     def injected(self) -> dict[str, str]:

@@ -39,7 +39,7 @@ def open_pages(model: StreamedModel, spec: ModelSpec, budget: BatchingBudget) ->
         assert settings.offload.nvme_path is not None, "sequences are to be swapped to a disk, and none is named"
         folder = settings.offload.nvme_path.absolute()
     place = (spec.kv, budget.num_pages, budget.page_size, budget.kv_dtype, model.device)
-    swap_place = SwapPlace(budget.most_swapped_in_memory, folder)
+    swap_place = SwapPlace(budget.most_swapped_in_memory, folder, budget.staged_bytes)
     if not budget.is_hosted:
         return KVCache(*place, swap_place)
     return HostedKVCache(

@@ -16,7 +16,7 @@ from zinfer.kv_cache.swap import UNLIMITED, SwapPlace, SwapSpace
 from zinfer.model.spec import KVShape
 from zinfer.scheduling.schedule import Chunk
 
-_MOVED_AT_ONCE_BYTES: Final = 1 << 30  # moves need a temporary copy of this size
+_MOVED_AT_ONCE_BYTES: Final = 64 << 20  # moves need a temporary copy of this size
 
 
 class KVCache(PageCache):

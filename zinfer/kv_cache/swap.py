@@ -11,7 +11,7 @@ from zinfer.nvme.aligned import align_up
 from zinfer.nvme.memory import map_memory
 from zinfer.nvme.scratch import ScratchFile
 
-_MOVED_AT_ONCE_BYTES: Final = 64 << 20
+MOVED_AT_ONCE_BYTES: Final = 64 << 20  # or one page: copied on the device first
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,12 @@ class SwapPlace:
     Attributes:
         most_in_memory: most pages in host memory; None: no limit.
         folder: folder of the file for the other pages; None: no file, all pages are in host memory.
+        staged_bytes: most bytes of the memory between the pages and the file, one page at least.
     """
 
     most_in_memory: int | None = None
     folder: Path | None = None
+    staged_bytes: int = MOVED_AT_ONCE_BYTES
 
 
 UNLIMITED: Final = SwapPlace()
@@ -54,11 +56,13 @@ class SwapSpace:
         self._kept: dict[int, list[torch.Tensor] | _InFile] = {}
         self._num_in_memory = 0
         self._file: ScratchFile | None = None
+        page_bytes = align_up(sum(map(_row_bytes, rows)))
+        self._most_at_once = max(1, swap_place.staged_bytes // page_bytes)
         if swap_place.folder is not None:
-            self._file = ScratchFile(swap_place.folder, align_up(sum(map(_row_bytes, rows))))
-            num_rows = max(1, _MOVED_AT_ONCE_BYTES // self._file.place_bytes)
-            whole = torch.frombuffer(map_memory(num_rows * self._file.place_bytes), dtype=torch.uint8)
-            self._staged = whole[: num_rows * self._file.place_bytes].view(num_rows, -1)
+            self._file = ScratchFile(swap_place.folder, page_bytes)
+            nbytes = self._most_at_once * self._file.place_bytes
+            whole = torch.frombuffer(map_memory(nbytes), dtype=torch.uint8)
+            self._staged = whole[:nbytes].view(self._most_at_once, -1)
 
     @property
     def bytes_written(self) -> int:
@@ -79,8 +83,12 @@ class SwapSpace:
         assert number not in self._kept, f"sequence {number} is swapped out already"
         most = self._most_in_memory
         if self._file is None or most is None or self._num_in_memory + len(pages) <= most:
-            chosen = self._index(pages)
-            self._kept[number] = [row[chosen].cpu() for row in self._rows]
+            kept = [torch.empty((len(pages), *row.shape[1:]), dtype=row.dtype) for row in self._rows]
+            for some in self._at_once(len(pages)):
+                chosen = self._index(pages[some])
+                for row, part in zip(self._rows, kept, strict=True):
+                    part[some] = row[chosen].cpu()
+            self._kept[number] = kept
             self._num_in_memory += len(pages)
             return
         places = self._file.take(len(pages))
@@ -102,9 +110,10 @@ class SwapSpace:
             self._read(kept.places[-len(pages) :], pages)
         elif pages:
             assert not isinstance(kept, _InFile)
-            chosen = self._index(pages)
-            for row, part in zip(self._rows, kept, strict=True):
-                row[chosen] = part[-len(pages) :].to(row.device)
+            for some in self._at_once(len(pages)):
+                chosen = self._index(pages[some])
+                for row, part in zip(self._rows, kept, strict=True):
+                    row[chosen] = part[-len(pages) :][some].to(row.device)
         self.forget(number)
 
     def forget(self, number: int) -> None:
@@ -141,8 +150,8 @@ class SwapSpace:
             begin += _row_bytes(row)
 
     def _at_once(self, count: int) -> Iterator[slice]:
-        for begin in range(0, count, len(self._staged)):
-            yield slice(begin, min(begin + len(self._staged), count))
+        for begin in range(0, count, self._most_at_once):
+            yield slice(begin, min(begin + self._most_at_once, count))
 
     def _memory(self, count: int) -> memoryview:
         return self._staged[:count].numpy().data.cast("B")

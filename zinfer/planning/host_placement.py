@@ -19,6 +19,7 @@ from zinfer.units import human_bytes
 # 16 MiB copies already run at the link's speed; smaller rings are for little memory.
 _RINGS: Final = ((16 << 20, 16), (16 << 20, 8), (8 << 20, 8), (4 << 20, 8), (4 << 20, 4), (1 << 20, 4), (1 << 20, 2))
 _LEAST_STAGING_BYTES: Final = 8192  # a page, and one that an element may straddle into
+SWAP_SHARE: Final = 8  # the swapped KV cache takes at most an eighth of a stated budget
 _STAGING_SHARE: Final = 8  # the ring takes at most an eighth of a budget that is too small for all blocks
 
 
@@ -109,6 +110,11 @@ class HostPlanner:
             key, what = "max_host_memory", "the host memory for weights"
             given, needed = self.limits.host_bytes, least.host_bytes
             needs += ", and the weights that no file holds"
+            if (swap_bytes := self.limits.swap_bytes) is not None:
+                needs += f", and {human_bytes(swap_bytes)} for the KV cache of preempted sequences"
+                # Its share grows with the budget, up to what it needs.
+                grown = -(-needed * SWAP_SHARE // (SWAP_SHARE - 1))
+                given, needed = given + swap_bytes, max(grown, needed + swap_bytes)
         if kv_bytes:
             needs += f", and {human_bytes(kv_bytes)} of KV cache; lower zinfer.kv_cache_memory"
         what = what if getattr(self.settings.memory, key) is None else f"zinfer.{key}"

@@ -5,16 +5,19 @@ remaining memory of the device or the host.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
+from zinfer.kv_cache.swap import MOVED_AT_ONCE_BYTES
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import KVShape, ModelSpec
+from zinfer.nvme.aligned import align_up
 from zinfer.offload.conversions import conversion_bytes
+from zinfer.planning.host_placement import SWAP_SHARE
 from zinfer.planning.memory import Footprint, weight_budget
 from zinfer.planning.pass_sizes import MOST_TOKENS_FROM_DISK, MOST_TOKENS_PER_PASS, find_pass_sizes
 from zinfer.probe.limits import MachineLimits
@@ -53,8 +56,9 @@ class BatchingBudget:
         footprint: bytes of pages and activations.
         swaps_to_disk: whether preempted sequences are swapped to disk once their share of host memory is full.
         num_sets: passes that are under way at once, as for `Scheduler`.
-        most_parked: maximum pages swapped to host memory, if stages have agreed on it.
+        most_parked: maximum pages swapped to host memory, if host memory is bounded or stages have agreed on it.
         part_logits: maximum logits that are sampled at once.
+        staged_bytes: host memory through which pages are written to disk.
     """
 
     tokens_per_pass: int
@@ -70,6 +74,7 @@ class BatchingBudget:
     num_sets: int = 1
     most_parked: int | None = None
     part_logits: int = MOST_PART_LOGITS
+    staged_bytes: int = MOVED_AT_ONCE_BYTES
 
     @property
     def is_hosted(self) -> bool:
@@ -175,7 +180,7 @@ def find_budget(
     kv_bytes = num_pages * page_bytes
     # The device has only slots for pages in host memory.
     device_kv_bytes = kv_bytes // spec.kv.num_layers * spec.kv.num_page_slots if hosted else kv_bytes
-    return BatchingBudget(
+    budget = BatchingBudget(
         tokens_per_pass=size.tokens,
         most_part_tokens=size.part_tokens,
         max_sequences=size.max_sequences,
@@ -187,6 +192,21 @@ def find_budget(
         lends=not hosted and (limits.on_cuda or stated.kv_cache_memory is not None),
         footprint=Footprint(device_kv_bytes, size.activation_bytes, device_kv_bytes, kv_bytes if hosted else 0),
     )
+    return budget if settings.memory.max_host_memory is None else _swapping_within(limits.host_bytes, budget, settings)
+
+
+def _swapping_within(host_bytes: int, budget: BatchingBudget, settings: Settings) -> BatchingBudget:
+    """Return the budget with at most a share of a stated host memory for swapped pages and what writes them to disk."""
+    page_bytes = budget.kv_bytes // budget.num_pages
+    most_bytes, staged = host_bytes // SWAP_SHARE, 0
+    if settings.offload.nvme_path is not None:
+        staged = max(align_up(page_bytes), min(MOVED_AT_ONCE_BYTES, most_bytes // 2))
+    elif not budget.most_swapped_in_memory:
+        return budget
+    left_bytes = max(0, most_bytes - staged)
+    most_parked = min(budget.most_swapped_in_memory, left_bytes // page_bytes)
+    footprint = replace(budget.footprint, swap_bytes=most_parked * page_bytes + staged)
+    return replace(budget, most_parked=most_parked, footprint=footprint, staged_bytes=staged or MOVED_AT_ONCE_BYTES)
 
 
 def _device_pages_bytes(blocks: Sequence[ModelBlock], settings: Settings, left_bytes: int) -> int:

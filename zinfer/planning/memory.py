@@ -72,12 +72,15 @@ class Footprint:
         activation_bytes: peak of a forward on top, including the copy of one layer's cache.
         decode_kv_bytes: KV cache in the middle of the decode passes.
         host_bytes: KV cache in host memory, if it is there; ``kv_bytes`` then counts its slots on the device.
+        swap_bytes: host memory for the KV cache of preempted sequences, where the configuration bounds host memory and
+            they are swapped; else None.
     """
 
     kv_bytes: int
     activation_bytes: int
     decode_kv_bytes: int
     host_bytes: int = 0
+    swap_bytes: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -180,9 +183,10 @@ def beside_request(
     return replace(
         limits,
         device_bytes=min(limits.device_bytes, left_bytes),
-        host_bytes=max(0, limits.host_bytes - footprint.host_bytes),
+        host_bytes=max(0, limits.host_bytes - footprint.host_bytes - (footprint.swap_bytes or 0)),
         pinned_bytes=max(0, limits.pinned_bytes - footprint.host_bytes),
         host_kv_bytes=footprint.host_bytes,
+        swap_bytes=footprint.swap_bytes,
     )
 
 

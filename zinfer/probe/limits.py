@@ -22,7 +22,8 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 @dataclass(frozen=True)
 class MachineLimits:
     """Budgets in bytes. ``device_bytes`` is for slots and resident slabs; ``host_bytes`` for host slabs and staging
-    slots, of which ``pinned_bytes`` may be pinned. Both exclude ``host_kv_bytes``, the KV cache in host memory.
+    slots, of which ``pinned_bytes`` may be pinned. Both exclude ``host_kv_bytes``, the KV cache in host memory;
+    ``host_bytes`` also ``swap_bytes``, for that of preempted sequences.
     ``cap_bytes`` is the most device memory for everything; None: all that is free."""
 
     device: torch.device
@@ -33,6 +34,7 @@ class MachineLimits:
     num_sharing: int = 1
     """Processes of this host that share its memory, each with these budgets."""
     cap_bytes: int | None = None
+    swap_bytes: int | None = None
 
     @property
     def on_cuda(self) -> bool:
