@@ -21,16 +21,17 @@ ROWS = 6
 
 
 def benched(
-    rank: int, model: str, cache: Path, parallel: object, homes: list[str], memory_cap: int | None = None
+    rank: int, model: str, cache: Path, parallel: object, homes: list[str], most_bytes: int | None = None
 ) -> list[BenchResult]:
-    """The cap is for layers on the device."""
+    """The bytes are for layers on the device."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
     found = []
     for device in homes:
         options = {"parallel": parallel, "kv_cache_memory": "1MB", "kv_page_size": 16}
+        if device == "none":
+            options["max_weight_memory"] = most_bytes
         given = {"zero_optimization": {"offload_param": {"device": device}}, "zinfer": options}
-        cap = memory_cap if device == "none" else None
-        request = BenchRequest(model, 4, rows=ROWS, prompt_len=8, device="cpu", config=given, memory_cap=cap)
+        request = BenchRequest(model, 4, rows=ROWS, prompt_len=8, device="cpu", config=given)
         found.append(run_bench(request))
     return found
 
@@ -119,7 +120,8 @@ def test_stages_have_random_layers_of_their_own(tmp_path: Path, parallel: dict[s
 
 def test_the_first_rank_speaks(tmp_path: Path) -> None:
     model = folder_of(LLAMA, tmp_path)
-    (code, said, _), silent = run_ranks(2, command, model, tmp_path, "--memory-cap", "5MB")
+    (tmp_path / "few.json").write_text('{"zinfer": {"max_weight_memory": "5MB"}}')
+    (code, said, _), silent = run_ranks(2, command, model, tmp_path, "--config", str(tmp_path / "few.json"))
     assert code == 0
     assert silent == (0, "", "")
     assert said.count("zinfer bench") == 1
