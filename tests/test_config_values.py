@@ -65,6 +65,27 @@ def test_nonsense_sizes_are_refused_with_an_example(name: str, value: object) ->
         resolve_settings({"zinfer": {name: value}})
 
 
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("24 GBs", 'did you mean "24GB"?'),
+        ("24G", 'did you mean "24GB" or "24GiB"?'),
+        ("1,5 gigabytes", 'did you mean "1.5GB"?'),
+        ("512 mebibytes", 'did you mean "512MiB"?'),
+        ("512 MiBs", 'did you mean "512MiB"?'),
+        ("9 bytes", 'did you mean "9B"?'),
+        ("4K", 'did you mean "4kB" or "4KiB"?'),
+        (0, "leave the key out for the default"),
+        ("0GB", "leave the key out for the default"),
+        ("-24GB", "leave the key out for the default"),
+        (-24, "leave the key out for the default"),
+    ],
+)
+def test_a_size_that_was_probably_meant_is_named(value: object, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^zinfer\.max_device_memory = .*; {re.escape(hint)}$"):
+        resolve_settings({"zinfer": {"max_device_memory": value}})
+
+
 @given(st.floats(0, 1e18))
 def test_elements_are_rounded_down(number: float) -> None:
     assert elements(number) <= number < elements(number) + 1

@@ -203,6 +203,14 @@ def test_a_draft_model_takes_part_of_the_same_caps(folder: Path) -> None:
         LLM(folder, device="cpu", max_device_memory="1.2GB", draft_model=str(folder))
 
 
+def test_a_cap_above_what_is_free_is_allowed_and_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(folder, device="cpu", max_device_memory="800TB") as llm:
+        assert llm.device_parts.total < 800 * 10**12
+    assert "zinfer.max_device_memory is 800.00 TB, more than the" in caplog.text
+    with loaded(folder, max_device_memory="30MB"):
+        assert caplog.text.count("more than the") == 1
+
+
 def test_weights_alone_can_be_bounded(folder: Path) -> None:
     with loaded(folder, max_weight_memory=3 * 10**6) as engine:
         assert engine.stats().device_bytes <= 3 * 10**6

@@ -28,6 +28,7 @@ SIZE_EXPECTED = 'a positive number of bytes, or one with a unit such as "24GB", 
 
 _BLOCKS_EXPECTED = 'an object like {Block: ("attn.out_proj", "mlp.fc2")}: classes of modules, and linear layers in them'
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", re.IGNORECASE)
+_SIZE_LIKE = re.compile(r"([+-]?[0-9]+(?:[.,][0-9]+)?)\s*([a-z]+)\.?", re.IGNORECASE | re.ASCII)
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s)", re.IGNORECASE)
 _MOST_CHARS = 40  # of a number written as text
 
@@ -163,8 +164,22 @@ def size_bytes(value: object) -> int:
     else:
         number = _finite(value)
     if number is None or number.denominator > 1 or number < 1:
-        raise Unusable(SIZE_EXPECTED)
+        raise Unusable(SIZE_EXPECTED + _nearest_size(value))
     return int(number)
+
+
+def _nearest_size(value: object) -> str:
+    """Return a hint on what was probably meant by an unusable size; empty: unknown."""
+    match = _SIZE_LIKE.fullmatch(value.strip()) if isinstance(value, str) else None
+    number, unit = (match[1].replace(",", "."), match[2].lower()) if match else (str(value), "b")
+    if _NUMBER.fullmatch(number) and Fraction(number) <= 0:
+        return "; leave the key out for the default"
+    if match is None or unit[0] not in "bkmgt":
+        return ""
+    prefix = "" if unit[0] == "b" else unit[0].upper()
+    decimal, binary = f"{prefix.replace('K', 'k')}B", f"{prefix}iB"
+    names = [decimal, binary] if len(unit) == 1 and prefix else [binary if prefix and "ib" in unit else decimal]
+    return f"; did you mean {' or '.join(show(number + name) for name in names)}?"
 
 
 def seconds(value: object) -> float:

@@ -1,5 +1,6 @@
 """`StreamedModel`: a module whose weights stream while it runs; `InferenceEngine` and `LLM` both run one."""
 
+import logging
 import os
 import threading
 import time
@@ -41,6 +42,9 @@ from zinfer.probe.limits import MachineLimits, choose_device, find_limits, free_
 from zinfer.ranks.group import join_group
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import ModelRanks
+from zinfer.units import human_bytes
+
+log = logging.getLogger(__name__)
 
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], MachineLimits, int], Footprint]
 
@@ -115,6 +119,12 @@ class StreamedModel:
             if ranks is not None:
                 several = ranks.exchange((limits, free_bytes))
                 limits, free_bytes = limits.least(each for each, _ in several), min(each for _, each in several)
+            if limits.cap_bytes is not None and limits.cap_bytes > free_bytes:
+                log.warning(
+                    "zinfer.max_device_memory is %s, more than the %s that are free: these are planned with",
+                    human_bytes(limits.cap_bytes),
+                    human_bytes(free_bytes),
+                )
             partition = ranks.partition if ranks else WHOLE
 
             def reserved(within: MachineLimits) -> Footprint | None:
