@@ -117,7 +117,7 @@ def test_rows_missing_in_the_middle_get_the_same_bytes(model: Path, prompts: Pat
     ("error", "message"),
     [
         (RuntimeError("boom"), "rows 'row-8' to 'row-11': RuntimeError: boom"),
-        (torch.OutOfMemoryError("CUDA out of memory"), "lower zinfer.max_device_memory or zinfer.max_host_memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "lower zinfer.max_weight_memory or zinfer.max_host_memory"),
         (MemoryError(), "begin anew with a smaller --batch-size and --restart"),
         (
             DiskReadError(5, "Input/output error", Path("/m/x.safetensors"), 4096),

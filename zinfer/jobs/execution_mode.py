@@ -258,7 +258,7 @@ def _job_errors(what: str, kept: str) -> Iterator[None]:
         remedy = "run the same command again to go on"
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             remedy = (
-                "lower zinfer.max_device_memory or zinfer.max_host_memory in the config, which leaves more for the "
+                "lower zinfer.max_weight_memory or zinfer.max_host_memory in the config, which leaves more for the "
                 f"rows, and {remedy}; or begin anew with a smaller --batch-size and --restart"
             )
         raise JobError(f"{what}: {type(error).__name__}: {error}\n{kept}; {remedy}") from error
