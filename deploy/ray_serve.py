@@ -1,0 +1,70 @@
+"""Replicas of a model behind Ray Serve, each with the routes of `zinfer serve` but files and batches.
+
+    pip install 'zinfer[ray,serve]'
+    serve run deploy.ray_serve:build model=/models/llama replicas=2 gpus=1
+
+`device`, `cpus` and `gpus` are of each replica; `config` is a DeepSpeed-style JSON file.
+"""
+
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from ray import serve
+
+from zinfer.requests.prompt_encoder import find_tokenizer
+from zinfer.serve.app import make_app
+from zinfer.serve.replica import Replica
+from zinfer.serve.service import Service, ServiceLimits
+
+
+class Arguments(BaseModel):
+    """What `serve run` takes as NAME=VALUE."""
+
+    model: Path
+    replicas: int = 2
+    gpus: float = 0
+    cpus: float = 1
+    device: str = "auto"
+    config: Path | None = None
+
+
+def _app(arguments: Arguments) -> FastAPI:
+    """Return an application that loads the model once its replica starts."""
+    words = [sys.executable, "-m", "zinfer", "replica", "--model", str(arguments.model), "--device", arguments.device]
+    words += ["--ranks", "1"] if arguments.config is None else ["--ranks", "1", "--config", str(arguments.config)]
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        with TemporaryDirectory(prefix="zinfer-ray-") as folder:
+            replicas = [Replica(0, words, Path(folder))]
+            service = Service(replicas, find_tokenizer(arguments.model), [arguments.model.name], ServiceLimits())
+            try:
+                await service.start()
+                limits = {"most_body_bytes": 16 << 20, "most_file_bytes": 512 << 20}
+                app.mount("/", make_app(service, keys=(), origins=(), root_path="", folder=None, **limits))
+                yield
+            finally:
+                await service.close()
+
+    return FastAPI(lifespan=lifespan)
+
+
+def build(arguments: Arguments) -> serve.Application:
+    """Return the application that `serve run` deploys."""
+
+    @serve.deployment(
+        name="zinfer",
+        num_replicas=arguments.replicas,
+        max_ongoing_requests=4096,
+        ray_actor_options={"num_gpus": arguments.gpus, "num_cpus": arguments.cpus},
+    )
+    @serve.ingress(lambda: _app(arguments))
+    class Zinfer:
+        pass
+
+    return Zinfer.bind()
