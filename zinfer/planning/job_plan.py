@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from zinfer.config.settings import Batching
-from zinfer.errors import ConfigError
+from zinfer.errors import ConfigError, PlanError
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.placement import Plan
@@ -217,6 +217,15 @@ class SizedJob:
         return num_equal * self._pass_s(num_tokens, running, prompt + new / 2) + last * self._pass_s(
             running / 2, running / 2, prompt + new / 2
         )
+
+    def check_longest(self, job: Job) -> None:
+        """Raise PlanError if the cache does not hold the longest row."""
+        budget, (prompt_len, new_tokens) = self.budget, job.longest
+        if (num_pages := self._pages(prompt_len, new_tokens)) > budget.num_pages:
+            raise PlanError(
+                f"{prompt_len} prompt tokens and {new_tokens} new ones take {num_pages} pages of {budget.page_size} "
+                f"tokens, but the KV cache has {budget.num_pages}; give it more memory, or shorten the row"
+            )
 
     def _pages(self, prompt_len: int, new_tokens: int) -> int:
         return -(-(prompt_len + new_tokens) // self.budget.page_size)

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from zinfer.config.settings import Batching
 from zinfer.errors import PlanError
 from zinfer.planning.device_cap import naming_least_cap
-from zinfer.planning.job_plan import Job, JobPlan, SizedJob, plan_sizes
+from zinfer.planning.job_plan import Job, JobPlan, SizedJob
 from zinfer.planning.kv_budget import HostShare
 from zinfer.planning.plan import Case
 from zinfer.planning.simulation import Simulations
@@ -66,9 +66,9 @@ def plan_forms(case: Case, job: Job, *, is_rough: bool = False) -> list[JobPlan]
     searches = [_Search(each, rows, simulations, max(most, _NUM_FIRST)) for each in _forms(case)]
     fitting = [each for each in searches if each.best_s < math.inf]
     if not fitting:
-        machine, usual = case.machine, searches[0].usual
-        with naming_least_cap(machine.limits, machine.device_memory_bytes, lambda limits: usual(limits).parts):
-            return [usual(machine.limits)]
+        machine, search = case.machine, searches[0]
+        with naming_least_cap(machine.limits, machine.device_memory_bytes, lambda limits: search.usual(limits).parts):
+            return [search.usual(machine.limits).simulate(rows, simulations)]
     least_s = min(each.best_s for each in fitting)
     found = [(each.fastest(), each) for each in fitting if each.best_s <= least_s * _MOST_FALLEN_BEHIND]
     best, search = min(found, key=lambda pair: _rank(pair[0]))
@@ -132,14 +132,16 @@ class _Search:
             self._improve(start, self._estimated)
         self.best_s = min(seconds for seconds, _ in self._sized.values())
 
-    def usual(self, limits: MachineLimits) -> JobPlan:
-        """Return the plan within other budgets, in this form and else with the usual sizes, for want of better ones.
+    def usual(self, limits: MachineLimits) -> SizedJob:
+        """Return the job within other budgets, in this form and else with the usual sizes, for want of better ones.
 
         Raises:
-            PlanError: they do not fit.
+            PlanError: they do not fit, or the cache does not hold the longest row.
         """
         case = self._case.within(limits)
-        return plan_sizes(case, case.settings.batching, self._job, self._simulations)
+        sized = SizedJob.of(case, case.settings.batching, self._job, self._simulations.window)
+        sized.check_longest(self._job)
+        return sized
 
     def fastest(self) -> JobPlan:
         """Return the fastest plan, of those that fit by the estimate."""
