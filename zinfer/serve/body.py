@@ -1,7 +1,9 @@
 """Reads the JSON bodies of requests, with errors that name field and remedy."""
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -11,18 +13,34 @@ from zinfer.requests.field_errors import field_error
 from zinfer.requests.json_object import check_unicode, read_object
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_T = TypeVar("_T")
+_MOST_AT_ONCE: Final = 128 << 10
 
 
 async def read_record(request: Request) -> dict[str, Any]:
     """Return the JSON object of a body. Raises ConfigError if it is none."""
-    record = read_object(await request.body(), "the body")
-    check_unicode(record)
-    return record
+    return await _read(request, _record)
 
 
 async def read_model(request: Request, kind: type[_Model]) -> _Model:
     """Return a body, validated. Raises ConfigError that names the invalid field."""
-    record = await read_record(request)
+    return await _read(request, partial(_validated, kind))
+
+
+async def _read(request: Request, parse: Callable[[bytes], _T]) -> _T:
+    """Parse a body; a large one on a thread, because 16 MiB can take seconds, and others' tokens must not wait."""
+    body = await request.body()
+    return parse(body) if len(body) <= _MOST_AT_ONCE else await asyncio.to_thread(parse, body)
+
+
+def _record(body: bytes) -> dict[str, Any]:
+    record = read_object(body, "the body")
+    check_unicode(record)
+    return record
+
+
+def _validated(kind: type[_Model], body: bytes) -> _Model:
+    record = _record(body)
     try:
         return kind.model_validate(record)
     except ValidationError as error:
