@@ -147,7 +147,8 @@ def _general_rule(parts: Iterable[_Asked]) -> QuantRule:
 def _rule(part: Mapping[str, Any], origin: str, pattern: str | None = None) -> QuantRule:
     if part.get("group_dim") == 0 and part.get("num_groups") is not None:
         raise ConfigError(
-            f"{origin} cuts a matrix row after row, and group_dim = 0 along its columns; state group_size instead"
+            f"{origin} contradicts group_dim = 0: it cuts a matrix row after row, not along its columns; state "
+            "group_size instead"
         )
     return QuantRule(pattern, origin=origin, **part)
 
