@@ -117,7 +117,6 @@ def test_a_file_cut_short_while_running(folder: Path, eager: PreTrainedModel, tm
 
 
 def test_an_io_error_while_loading_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # what earlier tests left must not go meanwhile
     threads, descriptors = settled_threads(), open_descriptors()
     real = os.preadv
     calls = []

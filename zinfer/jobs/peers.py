@@ -174,8 +174,10 @@ class Peers:
         if not is_signal and not _is_of_model(error):
             return None
         failure = self._settled_failure(is_late=is_signal)
-        only_signals = all(cause in (Cause.SIGNAL, Cause.OTHER_RANK) for cause, _ in self._failures)
-        return None if is_signal and only_signals else failure
+        causes = {cause for cause, _ in self._failures}
+        if causes <= {Cause.OTHER_RANK} and not isinstance(error, OtherRankFailed):  # that other rank is this one
+            return None
+        return None if is_signal and causes <= {Cause.SIGNAL, Cause.OTHER_RANK} else failure
 
     def _settled_failure(self, is_late: bool = False) -> JobError | None:
         """Return why ranks failed, after a while in which the first of them has certainly been heard of.

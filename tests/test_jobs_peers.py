@@ -1,0 +1,57 @@
+"""What rank 0 tells of several failures: the one that was first, not those that follow from it."""
+
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+import pytest
+
+from zinfer.errors import JobError, RankError
+from zinfer.jobs import peers as module
+from zinfer.jobs.messages import Cause, Failed
+from zinfer.jobs.peers import Peers
+from zinfer.jobs.request import OtherRankFailed
+
+
+def full_disk() -> JobError:
+    error = JobError("output out.jsonl cannot be written: No space left on device")
+    error.__cause__ = OSError(28, "No space left on device")
+    return error
+
+
+def until_it_raises(check: Callable[[], None]) -> None:
+    while True:
+        check()
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("own", "cause", "told"),
+    [
+        (full_disk(), Cause.OTHER_RANK, None),  # rank 1 means this rank
+        (full_disk(), Cause.ERROR, "rank 1 on b: news. Rows are kept"),
+        (RankError("rank 1 is gone"), Cause.OTHER_RANK, None),
+        (OtherRankFailed("rank 1 ended"), Cause.OTHER_RANK, "rank 1 on b: news. Rows are kept"),
+        (KeyboardInterrupt(), Cause.SIGNAL, None),
+        (KeyboardInterrupt(), Cause.ERROR, "rank 1 on b: news. Rows are kept"),
+        (ValueError("of rank 0 alone"), Cause.ERROR, None),
+    ],
+    ids=lambda value: getattr(value, "name", type(value).__name__),
+)
+def test_what_was_first_is_told(
+    own: BaseException, cause: Cause, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = Pipe()
+    links: list[Connection] = [here]
+    monkeypatch.setattr(module, "open_links", lambda group: links)
+    monkeypatch.setattr(module, "_GRACE_S", 0.2)
+    monkeypatch.setattr(module, "fail_models", lambda failure: None)
+    peers = Peers(SimpleNamespace(hosts=["a", "b"]), lambda: "Rows are kept")  # type: ignore[arg-type]
+    there.send(Failed(cause, "news"))
+    with pytest.raises(OtherRankFailed):
+        until_it_raises(peers.check)
+    found = peers.first_failure(own)
+    assert (found is None) == (told is None)
+    assert told is None or str(found).startswith(told)
