@@ -293,7 +293,7 @@ def test_texts_of_random_weights_are_not_guessed_unless_asked_for(
     def opens(settings: Settings, *others: object) -> None:
         asked.append(settings.batching.speculate)
 
-    monkeypatch.setattr("zinfer.batching.llm.open_speculation", opens)
+    monkeypatch.setattr("zinfer.batching.batched_model.open_speculation", opens)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     config = {} if stated is None else {"zinfer": {"speculate": stated}}
     run_bench(BenchRequest(str(tmp_path), 2, rows=1, prompt_len=4, device="cpu", config=config))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
@@ -19,6 +19,17 @@ _MOST_GUESSES: Final = 8
 """Each takes a pass of the small model, during which the large one only streams on."""
 _KV_BYTES: Final = 1 << 30
 _TOKENS_PER_PASS: Final = 8192
+
+
+class SmallModel(Protocol):
+    """What is asked of the `LLM` that guesses."""
+
+    tokenizer: Any
+    vocab_size: int
+
+    def generate(self, prompts: Any, params: SamplingParams) -> list[Completion]: ...
+
+    def close(self) -> None: ...
 
 
 class DraftModel:
@@ -94,6 +105,19 @@ def _left(key: str, cap: int | None, nbytes: int) -> int | None:
             "one, or leave out the other"
         )
     return None if cap is None else cap - nbytes
+
+
+def open_drafter(settings: Settings, draft: SmallModel | None, tokenizer: Any, vocab_size: int) -> DraftModel | None:
+    """Return what lets the small model guess for the large one, whose tokenizer and vocabulary are given.
+
+    Raises:
+        ConfigError: tokens do not mean the same to both.
+    """
+    folder = settings.batching.draft_model
+    if draft is None or folder is None:
+        return None
+    check_vocabulary(folder, (draft.tokenizer, draft.vocab_size), (tokenizer, vocab_size))
+    return DraftModel(draft.generate, vocab_size)
 
 
 def check_vocabulary(folder: Path, draft: tuple[Any, int], own: tuple[Any, int]) -> None:

@@ -1,0 +1,341 @@
+"""`BatchedModel`: a streamed model with its KV cache, its batcher and its thread; `LLM` gives it requests."""
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from zinfer.batching.batcher import Batcher
+from zinfer.batching.draft_model import SmallModel, open_drafter
+from zinfer.batching.following_loop import FollowingLoop
+from zinfer.batching.lockstep import Follower, open_lockstep
+from zinfer.batching.pass_meter import PassMeter
+from zinfer.batching.request import RequestBuilder
+from zinfer.batching.runner import PassRunner, open_pages
+from zinfer.batching.serving_loop import ServingLoop
+from zinfer.batching.speculating import open_speculation
+from zinfer.batching.stage_tokens import open_tokens
+from zinfer.checkpoint import Checkpoint
+from zinfer.config import Settings
+from zinfer.engine.division import Prepare
+from zinfer.engine.streamed_model import StreamedModel
+from zinfer.graphs.forward_graphs import GraphCounts
+from zinfer.model.batching_support import check_family
+from zinfer.model.context_length import read_limits
+from zinfer.model.partition import ModelBlock
+from zinfer.model.spec import ModelSpec, common_window
+from zinfer.offload.stats import RunStats
+from zinfer.offload.tensor_checksums import TensorChecksums
+from zinfer.planning.device_cap import DeviceParts
+from zinfer.planning.kv_budget import BatchingBudget, find_budget
+from zinfer.planning.latency import ServingLatency, describe_unreachable, predict_latency
+from zinfer.planning.memory import Footprint
+from zinfer.planning.placement import Plan
+from zinfer.planning.simulation import JobEstimator, JobPrediction
+from zinfer.probe.limits import MachineLimits
+from zinfer.requests.prompt_encoder import find_tokenizer
+from zinfer.requests.stop_criteria import find_end_token_ids
+from zinfer.sampling.sampler import Sampler
+from zinfer.scheduling.schedule import PassSize
+from zinfer.scheduling.speculation import Speculation
+
+log = logging.getLogger("zinfer")
+
+
+class BatchedModel:
+    """A model that computes ragged batches: what it holds, what it counts, and what it is predicted to take.
+
+    Args:
+        model: as for `zinfer.init_inference`, or an open checkpoint.
+        settings: the resolved configuration, for batches.
+        tokenizer, swaps_to_disk, checksums, prepare: as for `LLM`.
+        draft: a small model that guesses tokens, which this one closes; None: there is none.
+
+    Attributes:
+        tokenizer, vocab_size, limits: as of `LLM`.
+
+    Raises:
+        ConfigError, CheckpointError, PlanError: as `LLM`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Checkpoint | nn.Module,
+        settings: Settings,
+        *,
+        tokenizer: Any,
+        swaps_to_disk: bool | None,
+        checksums: TensorChecksums | None,
+        prepare: Prepare,
+        draft: SmallModel | None,
+    ) -> None:
+        budget: BatchingBudget | None = None
+
+        def find_reserve(
+            module: PreTrainedModel, blocks: Sequence[ModelBlock], limits: MachineLimits, free_bytes: int
+        ) -> Footprint:
+            nonlocal budget
+            most = read_limits(module, settings.max_out_tokens).most_tokens
+            budget = find_budget(
+                ModelSpec.read(module.config), module.dtype, blocks, settings, limits, free_bytes, most
+            )
+            return budget.footprint
+
+        with ExitStack() as opened:
+            # Graphs capture a whole pass with its pages, not only the module's forward.
+            self._model = StreamedModel(
+                model,
+                settings,
+                check_model=check_family,
+                find_reserve=find_reserve,
+                replays_passes=True,
+                checksums=checksums,
+                prepare=prepare,
+            )
+            opened.callback(self._model.destroy)
+            assert budget is not None
+            with self._model.cap.explaining():
+                self._open(settings, budget, tokenizer, swaps_to_disk, draft)
+            opened.pop_all()
+
+    def _open(
+        self,
+        settings: Settings,
+        budget: BatchingBudget,
+        tokenizer: Any,
+        swaps_to_disk: bool | None,
+        draft: SmallModel | None,
+    ) -> None:
+        """Open the cache, the scheduler and the serving loop over the model."""
+        module = self._model.module
+        self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
+        self.vocab_size = vocab_size = int(module.config.get_text_config().vocab_size)
+        self.limits = read_limits(module, settings.max_out_tokens)
+        ends = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
+        self._builder = RequestBuilder(self.tokenizer, vocab_size, self.limits, ends)
+        device = self._model.device
+        spec, folder = ModelSpec.read(module.config), settings.offload.nvme_path
+        token_bytes = spec.kv.token_bytes(budget.kv_dtype)
+        if folder is not None and swaps_to_disk is None:
+            swaps_to_disk = self._model.estimator.disk_spares_time(token_bytes)
+        budget = replace(budget, swaps_to_disk=folder is not None and bool(swaps_to_disk))
+        lockstep, budget = open_lockstep(self._model.ranks, budget)
+        window, tokens = spec.common_window, None
+        if self._model.ranks is not None and self._model.stages is not None:
+            tokens = open_tokens(self._model.ranks)
+            window = common_window(self._model.ranks.exchange(window))
+        self._cache = open_pages(self._model, spec, budget)
+        self._graphs = self._model.pass_graphs
+        self._runner = PassRunner(self._model, self._cache, self._graphs)
+        latency_s = settings.batching.max_token_latency_s
+        self._estimator = JobEstimator(budget, window, token_bytes, self._model.estimator.pass_time, latency_s)
+        if (note := describe_unreachable(self._estimator)) is not None and not isinstance(lockstep, Follower):
+            log.warning(note)
+        self._speculation: Speculation | None = None
+        if not isinstance(lockstep, Follower):
+            drafter = open_drafter(settings, draft, self.tokenizer, vocab_size)
+            self._speculation = open_speculation(settings, self._model, self._estimator, drafter)
+        self._batcher = Batcher(
+            self._runner,
+            self._cache,
+            Sampler(vocab_size, device, budget.part_logits),
+            budget,
+            window,
+            tokens,
+            self._estimator.target,
+            self._speculation,
+        )
+        closers = (
+            *([draft.close] if draft is not None else []),
+            *([tokens.close] if tokens is not None else []),
+            *([lockstep.close] if lockstep is not None else []),
+            self._cache.close,
+            self._model.destroy,
+            self._batcher.close,
+            self._runner.close,
+            self._builder.close,
+        )
+        self._loop = (
+            FollowingLoop(self._batcher, device, closers, lockstep, self._builder.receive)
+            if isinstance(lockstep, Follower)
+            else ServingLoop(self._batcher, device, closers, lockstep)
+        )
+        self._loop.close_with(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._model.device
+
+    @property
+    def plan(self) -> Plan:
+        """Homes, buffers and bytes of the weights."""
+        return self._model.plan
+
+    @property
+    def device_parts(self) -> DeviceParts:
+        """Planned device memory, by what takes it."""
+        return self._model.device_parts
+
+    @property
+    def host_bytes(self) -> int:
+        """Planned host memory of weights, staging slots, and the KV cache there; of swapped pages if it is bounded."""
+        footprint = self.batching.footprint
+        return self.plan.host_bytes + footprint.host_bytes + (footprint.swap_bytes or 0)
+
+    @property
+    def injected(self) -> dict[str, str]:
+        """The modules with fused kernels: their names, and what is fused in each."""
+        return self._model.injected
+
+    @property
+    def graphs(self) -> GraphCounts:
+        """Counts of captured, replayed and eager passes.
+
+        All are zero on a CPU, with the KV cache in host memory, and with `enable_cuda_graph` false.
+        """
+        return self._graphs.counts if self._graphs else GraphCounts()
+
+    def stats(self) -> RunStats:
+        """Return bytes moved, memory used and stalls so far.
+
+        Raises:
+            RuntimeError: the LLM was closed.
+        """
+        self._check_open()
+        found = self._cache.add_to(self._model.stats(self._cache.bytes_to_device))
+        guesses = self._speculation
+        guessed, accepted = (guesses.num_guessed, guesses.num_accepted) if guesses is not None else (0, 0)
+        return replace(found, passes=self._runner.num_passes, guessed_tokens=guessed, accepted_tokens=accepted)
+
+    def predict(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
+        """Predict the seconds that completing such prompts takes on this machine, by simulating the passes.
+
+        Rates are those of `zinfer probe` if it has run here, else measured quickly at the first call.
+
+        Args:
+            prompt_lens: tokens of each prompt, at least one prompt.
+            new_tokens: tokens generated for each prompt: one number for all, or one for each.
+
+        Raises:
+            ConfigError: no prompts.
+            PlanError: a sequence does not fit the cache even alone.
+        """
+        return self._estimator.of_texts(prompt_lens, new_tokens)
+
+    def predict_passes(self) -> JobPrediction:
+        """Predict the seconds of the passes since the LLM was last idle; rates as for `predict`.
+
+        Raises:
+            ConfigError: there were no passes.
+        """
+        return self._estimator.of_passes(list(self._batcher.pass_sizes))
+
+    def predict_latency(self, prompt_len: int, new_tokens: int, loads: Sequence[int]) -> list[ServingLatency]:
+        """Predict the times to the first token and between tokens, if so many requests are always under way.
+
+        Args:
+            prompt_len, new_tokens: tokens of each request.
+            loads: numbers of requests.
+        """
+        return predict_latency(self._estimator, prompt_len, new_tokens, loads)
+
+    @property
+    def batching(self) -> BatchingBudget:
+        """Sizes of passes and of the cache."""
+        return self._estimator.budget
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed so far, of prompts and of completions; those of shared prefixes count once."""
+        return self._batcher.num_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self._batcher.num_new_tokens
+
+    @property
+    def num_passes(self) -> int:
+        """Passes launched so far."""
+        return self._runner.num_passes
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold pages of the KV cache."""
+        return self._batcher.num_running
+
+    @property
+    def num_background(self) -> int:
+        """Those of them that give way to others."""
+        return self._batcher.num_background
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages of the KV cache that sequences hold, of `batching.num_pages`."""
+        return self._batcher.num_used_pages
+
+    @property
+    def num_swapped_pages(self) -> int:
+        """Pages of preempted sequences that were swapped out to host memory or disk."""
+        return self._batcher.num_swapped_pages
+
+    @property
+    def is_following(self) -> bool:
+        """Whether another rank decides what passes this one makes; they may be calls ahead of those made here."""
+        return isinstance(self._loop, FollowingLoop)
+
+    def measure_passes(self) -> PassMeter:
+        """Return the meter of all passes; from now on it counts the tokens that streaming leaves free, too.
+
+        The first call takes a second where `zinfer probe` has not run.
+        """
+        if self._model.plan.streamed_bytes and not self._batcher.meter.free_tokens:
+            free = self._estimator.free_tokens()
+            self._batcher.meter.free_tokens = min(free, self.batching.tokens_per_pass)
+        return self._batcher.meter
+
+    def passes(self) -> list[tuple[PassSize, float]]:
+        """Return size and seconds of each pass since the LLM was last idle, without the first pass."""
+        ends_s = self._batcher.pass_ends_s
+        return [
+            (size, end_s - before_s)
+            for size, before_s, end_s in zip(self._batcher.pass_sizes[1:], ends_s, ends_s[1:], strict=False)
+        ]
+
+    def fits(self, prompt_len: int, new_tokens: int) -> bool:
+        """Whether the cache could hold such a sequence alone."""
+        return self._batcher.fits(prompt_len, new_tokens)
+
+    def close(self) -> None:
+        """Release memory, threads and files, even if the object is still referenced. May be called again.
+
+        It waits for the pass under way; calls of other threads then end with a RuntimeError. Ctrl-C ends the wait, not
+        the release.
+
+        Raises:
+            RuntimeError: it was called within a pass, as in a forward hook.
+        RankError: another rank that makes the same passes has failed.
+        """
+        if not self._model.is_forked:
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        self._model.check_process()
+        self._loop.check_open()
