@@ -45,8 +45,7 @@ def _app(arguments: Arguments) -> FastAPI:
             service = Service(replicas, find_tokenizer(arguments.model), [arguments.model.name], ServiceLimits())
             try:
                 await service.start()
-                limits = {"most_body_bytes": 16 << 20, "most_file_bytes": 512 << 20}
-                app.mount("/", make_app(service, keys=(), origins=(), root_path="", folder=None, **limits))
+                app.mount("/", make_app(service, keys=(), origins=(), root_path="", folder=None))
                 yield
             finally:
                 await service.close()

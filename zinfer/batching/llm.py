@@ -89,7 +89,7 @@ class LLM(BatchedModel):
             settings = resolve_settings(config, {**kwargs, **sizes}, swaps=True)
         settings = settings.for_batches(on_cuda=find_limits(settings).on_cuda)
         with ExitStack() as opened:
-            draft = self._open_draft(settings)  # first: the large model takes what memory is left
+            self._draft = draft = self._open_draft(settings)  # first: the large model takes what memory is left
             if draft is not None:
                 opened.callback(draft.close)
                 device_bytes = own_bytes(draft.device_parts)

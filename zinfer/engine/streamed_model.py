@@ -119,28 +119,7 @@ class StreamedModel:
             if ranks is not None:
                 several = ranks.exchange((limits, free_bytes))
                 limits, free_bytes = limits.least(each for each, _ in several), min(each for _, each in several)
-            if limits.cap_bytes is not None and limits.cap_bytes > free_bytes:
-                log.warning(
-                    "zinfer.max_device_memory is %s, more than the %s that are free: these are planned with",
-                    human_bytes(limits.cap_bytes),
-                    human_bytes(free_bytes),
-                )
-            partition = ranks.partition if ranks else WHOLE
-
-            def reserved(within: MachineLimits) -> Footprint | None:
-                return find_reserve(self.module, prepared.blocks, within, free_bytes) if find_reserve else None
-
-            def parts_within(within: MachineLimits) -> DeviceParts:
-                return prepared.device_parts(within, free_bytes, reserved(within), partition)
-
-            with naming_least_cap(limits, free_bytes, parts_within):
-                reserve = reserved(limits)
-                prepared = prepared.packed_alike(ranks)
-                owned.callback(prepared.close)
-                self._blocks = prepared.blocks
-                self.plan: Plan = prepared.plan(limits, free_bytes, reserve, ranks)
-            beside = prepared.beside_weights(reserve, limits)
-            self.device_parts = DeviceParts.of(self.plan, beside, limits, limits.within_cap(free_bytes))
+            prepared = self._place(prepared, limits, free_bytes, find_reserve, ranks, owned)
             self.cap = cap = EnforcedCap(self.device, limits.cap_bytes)
             owned.callback(cap.close)
             prepared.take_to(self.device)
@@ -196,6 +175,46 @@ class StreamedModel:
             num_local,
             num_local / mesh.zero,
         )
+
+    def _place(
+        self,
+        prepared: PreparedModel,
+        limits: MachineLimits,
+        free_bytes: int,
+        find_reserve: FindReserve | None,
+        ranks: ModelRanks | None,
+        owned: ExitStack,
+    ) -> PreparedModel:
+        """Find the plan and what takes the device's memory; returns the model with its weights packed.
+
+        Args:
+            owned: closes the packed model, whose files a failure deletes.
+
+        Raises:
+            PlanError: a budget is too small; says the least cap that would do, if there is one.
+        """
+        if limits.cap_bytes is not None and limits.cap_bytes > free_bytes:
+            log.warning(
+                "zinfer.max_device_memory is %s, more than the %s that are free: these are planned with",
+                human_bytes(limits.cap_bytes),
+                human_bytes(free_bytes),
+            )
+
+        def reserved(within: MachineLimits) -> Footprint | None:
+            return find_reserve(self.module, prepared.blocks, within, free_bytes) if find_reserve else None
+
+        def parts_within(within: MachineLimits) -> DeviceParts:
+            return prepared.device_parts(within, free_bytes, reserved(within), ranks.partition if ranks else WHOLE)
+
+        with naming_least_cap(limits, free_bytes, parts_within):
+            reserve = reserved(limits)
+            prepared = prepared.packed_alike(ranks)
+            owned.callback(prepared.close)
+            self.plan: Plan = prepared.plan(limits, free_bytes, reserve, ranks)
+        beside = prepared.beside_weights(reserve, limits)
+        self.device_parts = DeviceParts.of(self.plan, beside, limits, limits.within_cap(free_bytes))
+        self._blocks = prepared.blocks
+        return prepared
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run work that calls the module's forward: one thread at a time, no gradients, cleaned up on any exit.

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Final
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -23,6 +24,9 @@ from zinfer.serve.replica_metrics import BatchMetrics
 from zinfer.serve.score_routes import score_routes
 from zinfer.serve.service import Service
 
+MOST_BODY_BYTES: Final = 16 << 20
+MOST_FILE_BYTES: Final = 512 << 20
+
 
 def make_app(
     service: Service,
@@ -30,9 +34,9 @@ def make_app(
     keys: Sequence[str],
     origins: Sequence[str],
     root_path: str,
-    most_body_bytes: int,
-    most_file_bytes: int,
     folder: Path | None,
+    most_body_bytes: int = MOST_BODY_BYTES,
+    most_file_bytes: int = MOST_FILE_BYTES,
 ) -> FastAPI:
     """Return the application.
 

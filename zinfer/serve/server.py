@@ -15,7 +15,7 @@ from typing import Any, Final
 import uvicorn
 import uvloop
 
-from zinfer.serve.app import make_app
+from zinfer.serve.app import MOST_BODY_BYTES, MOST_FILE_BYTES, make_app
 from zinfer.serve.http_protocol import bounded_protocol
 from zinfer.serve.replica import Replica
 from zinfer.serve.service import Service, ServiceLimits
@@ -46,8 +46,8 @@ class ServerOptions:
     api_keys: Sequence[str] = ()
     origins: Sequence[str] = ()
     root_path: str = ""
-    most_body_bytes: int = 16 << 20
-    most_file_bytes: int = 512 << 20
+    most_body_bytes: int = MOST_BODY_BYTES
+    most_file_bytes: int = MOST_FILE_BYTES
     folder: Path | None = None
     drain_s: int = _DRAIN_S
     arrive_s: float = 20.0
