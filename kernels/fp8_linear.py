@@ -69,17 +69,15 @@ def _fits_tensor_cores(x: torch.Tensor, matrix: QuantizedMatrix) -> bool:
 
 def _by_tensor_cores(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     codes, scales = quantize_tokens_kernel(x.reshape(-1, matrix.columns), FLOAT8)
-    # With a scale for each token and row the library writes bfloat16 alone.
-    in_product = bias if bias is not None and bias.dtype == torch.bfloat16 else None
+    # With a scale for each token and row the library writes bfloat16 alone, and takes no bias beside few tokens.
     found = torch._scaled_mm(
         codes,
         matrix.codes.contiguous().t(),
         scale_a=scales.unsqueeze(1),
         scale_b=matrix.scales.float().contiguous().t(),
-        bias=in_product,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     ).to(x.dtype)
-    if bias is not None and in_product is None:
+    if bias is not None:
         found += bias
     return found.view(*x.shape[:-1], matrix.rows)
