@@ -14,7 +14,13 @@ from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 
 NUM_ROWS = 120
 STREAMED = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
-SIZES = {"tokens_per_pass": 512, "max_sequences": 16, "kv_cache_memory": "64MB", "admission_order": "arrival"}
+SIZES = {
+    "tokens_per_pass": 512,
+    "max_sequences": 16,
+    "kv_cache_memory": "64MB",
+    "admission_order": "arrival",
+    "speculate": "ngram",
+}
 """Else two runs on a GPU whose free memory changes would plan passes of their own, and round as these do."""
 
 

@@ -77,8 +77,35 @@ def test_only_speed_that_is_asked_for_quantizes_the_cache(tmp_path: Path, machin
     assert " in INT8" in said[1]
     config = {"zinfer": {"tokens_per_pass": 77, "kv_cache_memory": "20MB", "kv_cache_dtype": "fp8"}}
     stated = choose_sizes(folder, resolve_settings(config), job, said.append)
-    assert stated.keys() <= {"max_sequences", "admission_order"}
+    assert stated.keys() <= {"max_sequences", "admission_order", "speculate"}
     assert said[2].startswith("plan: passes of 77 tokens")
+
+
+@pytest.mark.parametrize("kind", ["ngram", "off"])
+def test_whether_tokens_are_guessed_is_kept_whatever_the_rates_are_now(
+    model: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """On a GPU guesses change which tokens share a pass, and with them the last bits of all."""
+    other = {"ngram": "off", "off": "ngram"}[kind]
+    for now in (kind, other):
+        monkeypatch.setattr(job_sizes, "choose_kind", lambda *_, now=now: now)
+        _, sizes, _ = run(model, tmp_path)
+        assert sizes["speculate"] == kind
+        output = tmp_path / "out.jsonl"
+        output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:9]))
+
+
+@pytest.mark.parametrize(("keys", "chosen"), [({"speculate": "ngram"}, None), ({}, "ngram"), ({}, "off")])
+def test_tokens_are_guessed_in_a_job_whose_link_leaves_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], chosen: str | None
+) -> None:
+    found = machine_with(10**9, 10**10, rates(link_bytes_per_s=1e4 if chosen == "ngram" else 1e12))
+    monkeypatch.setattr(job_sizes, "this_machine", lambda settings, files: found)
+    monkeypatch.setattr(job_sizes, "find_limits", lambda settings: found.limits)
+    homes = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+    folder, job = write_config(tmp_path, SMALL_LLAMA), Job(20, [100], [8])
+    sizes = choose_sizes(folder, resolve_settings({**homes, "zinfer": keys}), job, print)
+    assert sizes.get("speculate") == chosen
 
 
 def test_a_small_job_runs_with_a_cache_of_another_dtype(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -98,14 +125,14 @@ def test_a_small_job_runs_with_a_cache_of_another_dtype(model: Path, tmp_path: P
 
 def test_ranks_that_divide_layers_are_not_planned(model: Path, machine: Machine) -> None:
     job = Job(100, [12], [20])
-    assert choose_sizes(model, resolve_settings(), job, print, Mesh(tensor=2)) == {}
-    assert choose_sizes(model, resolve_settings(), job, print, Mesh(zero=2))
+    assert choose_sizes(model, resolve_settings(), job, print, Mesh(tensor=2)) == {"speculate": "off"}
+    assert "tokens_per_pass" in choose_sizes(model, resolve_settings(), job, print, Mesh(zero=2))
 
 
 def test_nothing_that_fits_is_said(model: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_sizes, "this_machine", lambda settings, files: machine_with(1_000_000, 10**10))
     said: list[str] = []
-    assert choose_sizes(model, resolve_settings(), Job(100, [12], [20]), said.append) == {}
+    assert choose_sizes(model, resolve_settings(), Job(100, [12], [20]), said.append) == {"speculate": "off"}
     assert said[0].startswith("the usual sizes, since no plan was found: ")
 
 

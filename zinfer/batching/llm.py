@@ -20,7 +20,7 @@ from zinfer.engine.prepare import PreparedModel
 from zinfer.errors import ConfigError
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.job_plan import Job
-from zinfer.planning.job_sizes import SWAPS, choose_sizes
+from zinfer.planning.job_sizes import SWAPS, choose_sizes, find_swaps
 from zinfer.probe.limits import find_limits
 from zinfer.ranks.environment import is_several
 from zinfer.requests.completion import Completion, CompletionDelta
@@ -83,8 +83,7 @@ class LLM(BatchedModel):
         say_without_effect(settings)
         if job is not None:
             sizes = _planned(model, settings, job)
-            if sizes and swaps_to_disk is None:
-                swaps_to_disk = SWAPS in sizes
+            swaps_to_disk = find_swaps(sizes) if swaps_to_disk is None else swaps_to_disk
             sizes = {name: size for name, size in sizes.items() if name != SWAPS}
             settings = resolve_settings(config, {**kwargs, **sizes}, swaps=True)
         settings = settings.for_batches(on_cuda=find_limits(settings).on_cuda)

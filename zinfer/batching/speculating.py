@@ -7,7 +7,7 @@ from zinfer.batching.draft_model import DraftModel
 from zinfer.config import Settings
 from zinfer.engine.streamed_model import StreamedModel
 from zinfer.scheduling.ngram_drafter import NGramDrafter
-from zinfer.scheduling.speculation import MOST_TOKENS, Speculation
+from zinfer.scheduling.speculation import Speculation, choose_kind
 
 
 class _Estimates(Protocol):
@@ -28,7 +28,7 @@ def open_speculation(
         return None
     if draft is not None:
         return Speculation(draft)
-    streams = model.device.type == "cuda" and model.plan.streamed_bytes > 0
-    if kind == "auto" and not (streams and estimator.free_tokens() >= MOST_TOKENS):
-        return None
-    return Speculation(NGramDrafter())
+    if kind == "auto":
+        streams = model.device.type == "cuda" and model.plan.streamed_bytes > 0
+        kind = choose_kind(streams, estimator.free_tokens)
+    return Speculation(NGramDrafter()) if kind == "ngram" else None

@@ -15,7 +15,7 @@ from zinfer.jobs.request import JobRequest
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.job_plan import ROWS_TOGETHER
-from zinfer.planning.job_sizes import SWAPS, Sizes
+from zinfer.planning.job_sizes import SWAPS, Sizes, find_swaps
 from zinfer.requests.completion import Completion
 
 Answer: TypeAlias = tuple[Completion, ...] | Encoding
@@ -81,7 +81,7 @@ class RaggedCompleter(Completer):
         if request.trace is not None:
             options["trace"] = str(request.trace)
         # Swapping or recomputing preempted sequences changes the passes, so keep the first run's choice.
-        swaps = SWAPS in kept if kept else None
+        swaps = find_swaps(kept)
         self._llm = LLM(
             request.model, request.config, device=request.device, swaps_to_disk=swaps, checksums=checksums, **options
         )

@@ -35,7 +35,7 @@ class Manifest:
     Attributes:
         versions: software that began the job.
         began: local start time, which stays "now" for chat templates that write the date.
-        sizes: batch and cache sizes chosen at the first row; empty before that.
+        sizes: batch and cache sizes, and whether tokens are guessed, chosen at the first row; empty before that.
         model_name: model name in OpenAI rows that name none.
         weights: by file name; `jobs.weights` compares them.
     """

@@ -16,6 +16,7 @@ from zinfer.probe.card import read_card
 from zinfer.probe.findings import recall
 from zinfer.probe.limits import find_limits
 from zinfer.ranks.mesh import ALONE, Mesh
+from zinfer.scheduling.speculation import choose_kind
 from zinfer.units import duration, human_bytes
 
 Sizes: TypeAlias = Mapping[str, int | str]
@@ -34,8 +35,9 @@ def choose_sizes(
 ) -> dict[str, int | str]:
     """Return the sizes with which the job is predicted to be the fastest; none on a CPU, where one memory holds all.
 
-    What is stated is left out. There are none for ranks that divide layers or the model either: their part of the
-    memory is not planned. Where nothing is predicted to fit, that is said.
+    What is stated is left out. Whether tokens are guessed is chosen here too, since it depends on measured rates and
+    decides the passes. For ranks that divide layers or the model nothing is planned, since their part of the memory is
+    not, and nothing guessed unless that is stated; likewise where nothing is predicted to fit, which is said.
 
     Args:
         model: a checkpoint folder, one with config.json alone, or the name of a published model. Without files the disk
@@ -46,8 +48,13 @@ def choose_sizes(
         mesh: how the ranks are arranged.
         num_hosts: that they are on.
     """
-    if mesh.num_dividing > 1 or mesh.pipeline > 1 or not find_limits(settings).on_cuda:
+    if not find_limits(settings).on_cuda:
         return {}
+    stated = settings.batching
+    chooses_guesses = stated.speculate == "auto" and stated.draft_model is None
+    unplanned: dict[str, int | str] = {"speculate": "off"} if chooses_guesses else {}
+    if mesh.num_dividing > 1 or mesh.pipeline > 1:
+        return unplanned
     outline = read_outline(model, settings.dtype, settings.quantization)
     is_probed = recall(read_card("cuda")) is not None
     machine = this_machine(settings, outline.files if outline.files or is_probed else None)
@@ -55,15 +62,22 @@ def choose_sizes(
         plans = plan_forms(of_mesh(Case(outline, machine, settings), mesh, num_hosts), job.part(mesh.size))
     except (PlanError, ConfigError) as error:
         say(f"the usual sizes, since no plan was found: {error}")
-        return {}
+        return unplanned
     say(told(plans))
-    best, stated = plans[0], settings.batching
+    best = plans[0]
     found: dict[str, int | str] = {
         name: size for name, size in best.keys().items() if getattr(stated, name) in (None, "auto")
     }
     if best.budget.swaps_to_disk:
         found[SWAPS] = 1
+    if chooses_guesses:
+        found["speculate"] = choose_kind(best.plan.streamed_bytes > 0, best.estimator.free_tokens)
     return found
+
+
+def find_swaps(sizes: Sizes) -> bool | None:
+    """Return whether preempted sequences are swapped to disk; None if nothing was planned that decides it."""
+    return SWAPS in sizes if sizes.keys() - {"speculate"} else None
 
 
 def told(plans: Sequence[JobPlan]) -> str:

@@ -11,14 +11,25 @@ Guesses need a sequence's last token, so a pass with guesses begins after the ho
 before.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, Protocol, TypeAlias
 
 from zinfer.scheduling.sequence import Sequence as TokenSequence
 
 MOST_TOKENS: Final = 256
 """Of a pass with guesses. A fixed number, so that equal jobs make equal passes."""
 _MOST_GUESSES: Final = 31  # for one sequence
+Kind: TypeAlias = Literal["ngram", "off"]
+
+
+def choose_kind(streams: bool, free_tokens: Callable[[], int]) -> Kind:
+    """Return whether to look guesses up: where weights stream to a GPU and leave the time for `MOST_TOKENS`.
+
+    Args:
+        streams: whether weights stream to a GPU.
+        free_tokens: of a pass; called only if they stream, since it may measure rates.
+    """
+    return "ngram" if streams and free_tokens() >= MOST_TOKENS else "off"
 
 
 class Drafter(Protocol):
