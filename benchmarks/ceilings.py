@@ -62,7 +62,7 @@ class PlainReads:
         buffer = HostBuffer(_RANGE_BYTES * _NUM_RANGES, pin=torch.cuda.is_available())
         under_way: deque[Future[None]] = deque()
         nbytes = 0
-        with closing(Reader(num_threads=num_threads, block_bytes=block_bytes)) as reader:
+        with closing(Reader(num_threads=num_threads, block_bytes=block_bytes, uses_cache=False)) as reader:
             begin_s = time.perf_counter()
             for number, (path, offset, size) in enumerate(islice(self._walk, max(count, 1))):
                 if len(under_way) == _NUM_RANGES:

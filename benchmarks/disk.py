@@ -69,7 +69,7 @@ def check_bytes(path: Path, expected: int) -> None:
         nonlocal checksum
         checksum = zlib.crc32(part, checksum)
 
-    with closing(Reader()) as reader:
+    with closing(Reader(uses_cache=False)) as reader:
         stream_s(reader, path, add)
     if checksum != expected:
         raise SystemExit("gate: the bytes read are not the bytes written; no figure is reported")
@@ -88,7 +88,7 @@ def print_table(rates: Sequence[DiskRate]) -> None:
 def measure(path: Path, seconds: float) -> dict[str, object]:
     """The sweeps, and the sustained rate: before and after them, the better of the two."""
     num_bytes, sizes = path.stat().st_size, replace(FULL_CPU, seconds_per_point=seconds)
-    with closing(Reader()) as reader:
+    with closing(Reader(uses_cache=False)) as reader:
         sustained_s = stream_s(reader, path, lambda part: None)
         rates = sweep_reads(path, sizes)
         sustained_s = min(sustained_s, stream_s(reader, path, lambda part: None))

@@ -92,6 +92,7 @@ class Reader:
         num_threads: concurrent blocks of the default `ThreadsBackend`.
         block_bytes: the size of one request to the backend; longer ranges are split. A multiple of 4096.
         backend: the backend, which the reader owns and closes; by default a `ThreadsBackend`.
+        uses_cache: of the default backend; False to measure the disk.
         expected: identities of files when their offsets were read. Other files are identified at their first read.
     """
 
@@ -102,11 +103,12 @@ class Reader:
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         backend: Backend | None = None,
         expected: Mapping[Path, FileIdentity] | None = None,
+        uses_cache: bool = True,
     ) -> None:
         if block_bytes < ALIGNMENT_BYTES or block_bytes % ALIGNMENT_BYTES:
             raise ValueError(f"block_bytes must be a positive multiple of {ALIGNMENT_BYTES}, not {block_bytes}")
         self.block_bytes = block_bytes
-        self.backend = backend or ThreadsBackend(num_threads=num_threads)
+        self.backend = backend or ThreadsBackend(num_threads=num_threads, uses_cache=uses_cache)
         self._expected = dict(expected or {})
         self._sources: dict[Path, _Source] = {}
         self._lock = threading.Lock()

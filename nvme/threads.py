@@ -1,8 +1,11 @@
-"""The reference backend: a pool of ``preadv`` threads, with direct I/O if the file system allows it."""
+"""The reference backend: a pool of ``preadv`` threads, with direct I/O if the file system allows it.
+
+Direct reads of large blocks are the fastest from a disk, and leave the page cache to others. But they go to the disk
+even for bytes that are in memory already, so those are copied from the page cache instead.
+"""
 
 import errno
 import os
-import threading
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Final
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
 from zinfer.nvme.backend import Backend, Buffer, OpenFile
 from zinfer.nvme.memory import warn_once
+from zinfer.nvme.page_cache import CachedPages
 from zinfer.nvme.pool import Pool
 
 _READ_ONLY: Final = os.O_RDONLY | os.O_CLOEXEC
@@ -21,41 +25,46 @@ class ThreadsBackend(Backend):
 
     Args:
         num_threads: concurrent requests.
+        uses_cache: copy what is in the page cache from there; if not, all of it is read from the disk.
     """
 
     reads_device_memory = False
 
-    def __init__(self, *, num_threads: int) -> None:
+    def __init__(self, *, num_threads: int, uses_cache: bool = True) -> None:
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, not {num_threads}")
         self._pool = Pool(num_threads, "zinfer-read")
+        self._uses_cache = uses_cache
 
     def open(self, path: Path) -> "ThreadsFile":
-        return ThreadsFile(path, self._pool)
+        return ThreadsFile(path, self._pool, self._uses_cache)
 
     def close(self) -> None:
         self._pool.close()
 
 
 class ThreadsFile(OpenFile):
-    """A file that the threads of a pool read.
+    """A file that the threads of a pool read: from the page cache what is there, the rest from the disk.
 
     If the file system refuses ``O_DIRECT``, at open or at the first read, the file is read through the page cache;
     this is logged once per folder and shows in ``direct``.
     """
 
-    def __init__(self, path: Path, pool: Pool) -> None:
+    def __init__(self, path: Path, pool: Pool, uses_cache: bool) -> None:
         self.path = path
         self._pool = pool
-        self._lock = threading.Lock()
+        self._fd = os.open(path, _READ_ONLY)
+        self._direct_fd: int | None = None
         self._direct = True
+        self._cached = CachedPages(self._fd) if uses_cache else None
         try:
-            self._fd = os.open(path, _READ_ONLY | os.O_DIRECT)
+            # The same file, whatever the path names by now.
+            self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", _READ_ONLY | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
+                self.close()
                 raise
-            self._fd = self._open_buffered()
-            self._direct = False
+            self._fall_back()
 
     @property
     def direct(self) -> bool:
@@ -66,37 +75,33 @@ class ThreadsFile(OpenFile):
         return self._pool.submit(partial(self._fill, buffer, offset))
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._cached is not None:
+            self._cached.close()
+        for fd in (self._fd, self._direct_fd):
+            if fd is not None:
+                os.close(fd)
 
     def _fill(self, buffer: memoryview, offset: int) -> int:
         """Read until the buffer is full or the file ends; returns the bytes read."""
+        is_cached = self._cached is not None and self._cached.hold(offset, buffer.nbytes)
         done = 0
         while done < buffer.nbytes:
-            direct = self._direct
+            fd = self._direct_fd if self._direct and not is_cached else None
             try:
-                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+                count = os.preadv(self._fd if fd is None else fd, [buffer[done:]], offset + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or not direct:
+                if error.errno != errno.EINVAL or fd is None:
                     raise
-                self._fall_back()
+                self._fall_back()  # accepted at open, refused at read
                 continue
             done += count
             # A direct read returns an unaligned count only at the end of the file; continuing would be unaligned.
-            if count == 0 or (direct and count % ALIGNMENT_BYTES):
+            if count == 0 or (fd is not None and count % ALIGNMENT_BYTES):
                 break
         return done
 
     def _fall_back(self) -> None:
-        """Reopen without O_DIRECT, when the file system accepted it at open but refuses it at read."""
-        with self._lock:
-            if self._direct:
-                plain = self._open_buffered()
-                # dup2 keeps the number valid for threads that are about to read from it.
-                os.dup2(plain, self._fd, inheritable=False)
-                os.close(plain)
-                self._direct = False
-
-    def _open_buffered(self) -> int:
+        """Read through the page cache from now on."""
         refusal = "the file system refuses direct I/O; reading through the page cache instead"
         warn_once(f"{self.path.parent}: {refusal}; a local ext4 or xfs disk avoids that")
-        return os.open(self.path, _READ_ONLY)
+        self._direct = False

@@ -19,6 +19,7 @@ from engine_support import PROMPT
 from threads import settled_threads
 
 import zinfer
+from zinfer.nvme.page_cache import CachedPages
 from zinfer.offload.stream import CopyStream, open_stream
 
 NO_HANG_S: Final = 20
@@ -104,6 +105,7 @@ def failing_reads(effect: ReadEffect, fault: Fault) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "preadv", preadv)
+        patched.setattr(CachedPages, "hold", lambda *_: False)  # all of it from the disk
         yield
 
 

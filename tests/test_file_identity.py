@@ -112,7 +112,8 @@ def test_a_file_replaced_between_the_look_and_the_open_is_seen(
     real = os.open
 
     def opening(path: object, *args: object, **kwargs: object) -> int:
-        replace_by_rename(file)
+        if path == file:
+            replace_by_rename(file)
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", opening)

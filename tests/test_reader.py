@@ -25,6 +25,7 @@ from reader_support import (
 )
 
 from zinfer.nvme.aligned import align_up, covering_range
+from zinfer.nvme.page_cache import CachedPages
 from zinfer.nvme.reader import Reader
 
 __all__ = ["contents", "file", "reader", "shared_file"]  # fixtures
@@ -36,10 +37,18 @@ __all__ = ["contents", "file", "reader", "shared_file"]  # fixtures
     num_pages=st.integers(1, 40),
     num_threads=st.integers(1, 8),
     direct=st.booleans(),
+    cached=st.booleans(),
 )
 @settings(max_examples=80)
 def test_any_range_equals_the_files_bytes(
-    shared_file: Path, contents: bytes, offset: int, nbytes: int, num_pages: int, num_threads: int, direct: bool
+    shared_file: Path,
+    contents: bytes,
+    offset: int,
+    nbytes: int,
+    num_pages: int,
+    num_threads: int,
+    direct: bool,
+    cached: bool,
 ) -> None:
     nbytes = min(nbytes, FILE_BYTES - offset)
     start, covered = covering_range(offset, nbytes)
@@ -49,6 +58,7 @@ def test_any_range_equals_the_files_bytes(
     with pytest.MonkeyPatch.context() as patched:
         if not direct:
             refuse_direct(patched)
+        patched.setattr(CachedPages, "hold", lambda *_: cached)
         reader.read(shared_file, start, buffer, required=required)
     try:
         assert direct or reader.buffered_files == [shared_file]
@@ -69,8 +79,10 @@ def test_many_reads_at_once_land_apart(shared_file: Path, contents: bytes, reade
     assert reader.bytes_read == 34 * 3 * PAGE
 
 
-def test_callers_on_many_threads_share_one_descriptor(shared_file: Path, contents: bytes) -> None:
+def test_callers_on_many_threads_open_a_file_once(shared_file: Path, contents: bytes) -> None:
     reader = Reader(num_threads=8, block_bytes=PAGE)
+    reader.read(shared_file, 0, buffer_of(PAGE))
+    num_descriptors = open_descriptors_of(shared_file)
     together = threading.Barrier(8)
     wrong: list[int] = []
 
@@ -87,7 +99,7 @@ def test_callers_on_many_threads_share_one_descriptor(shared_file: Path, content
     for thread in threads:
         thread.join(30)
     assert wrong == []
-    assert open_descriptors_of(shared_file) == 1
+    assert open_descriptors_of(shared_file) == num_descriptors
     reader.close()
     assert open_descriptors_of(shared_file) == 0
 
@@ -158,6 +170,7 @@ def test_direct_io_refused_at_the_first_read_falls_back_too(
     file: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Some file systems open with O_DIRECT and refuse to read."""
+    monkeypatch.setattr(CachedPages, "hold", lambda *_: False)
     real = os.preadv
 
     def preadv(fd: int, buffers: object, offset: int, *flags: int) -> int:
@@ -177,20 +190,6 @@ def test_direct_io_refused_at_the_first_read_falls_back_too(
     finally:
         reader.close()
     assert open_descriptors_of(file) == 0
-
-
-def test_direct_io_is_asked_for_first(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = os.open, []
-
-    def opening(path: object, flags: int, *args: object, **kwargs: object) -> int:
-        asked.append(bool(flags & os.O_DIRECT))
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", opening)
-    reader = Reader()
-    reader.read(file, 0, buffer_of(PAGE))
-    assert asked[0]
-    reader.close()
 
 
 def test_close_with_reads_pending(file: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

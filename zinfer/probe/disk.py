@@ -190,7 +190,7 @@ def _measure_reads(
     file: Path, walk: _Walk, memory: memoryview, block_bytes: int, num_threads: int, seconds: float
 ) -> DiskRate:
     begin_s = time.perf_counter()
-    with closing(Reader(num_threads=num_threads, block_bytes=block_bytes)) as reader:
+    with closing(Reader(num_threads=num_threads, block_bytes=block_bytes, uses_cache=False)) as reader:
 
         def start(slot: int) -> "Future[None]":
             buffer = memory[slot * block_bytes : (slot + 1) * block_bytes]
