@@ -27,6 +27,7 @@ from zinfer.offload.partition import Partition
 from zinfer.offload.slots import Slot
 from zinfer.offload.source import Source
 from zinfer.offload.stream import CopyStream, Event
+from zinfer.offload.trace import Trace
 from zinfer.offload.transfer import Target, Transfer
 
 
@@ -108,10 +109,11 @@ class GatherLane:
     Args:
         ranks: the other ranks.
         stream: the stream of gathers, beside compute and copies.
+        trace: records gathers, each with its wait for the other ranks' ranges.
     """
 
-    def __init__(self, ranks: Ranks, stream: CopyStream) -> None:
-        self._ranks, self.stream = ranks, stream
+    def __init__(self, ranks: Ranks, stream: CopyStream, trace: Trace | None = None) -> None:
+        self._ranks, self.stream, self._trace = ranks, stream, trace
         self.partition = ranks.partition
         self.take_turn = ranks.take_turn
         self._failure: BaseException | None = None
@@ -167,9 +169,13 @@ class GatherLane:
         if transfer.has_failed or copied is None:
             raise transfer.own_failure() or RuntimeError(f"{transfer.name} was not copied")
         self.stream.after(copied)
+        begin = self.stream.mark()
         self.stream.run(lambda: self._ranks.gather(transfer.slab))
         self.gathered_bytes += transfer.slab.nbytes - transfer.slab.nbytes // self.partition.size
-        return self.stream.mark()
+        gathered = self.stream.mark()
+        if self._trace is not None:
+            self._trace.add_between("gather", transfer.name, begin, gathered)
+        return gathered
 
     def _fail(self, failure: BaseException) -> None:
         with self._lock:

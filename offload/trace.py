@@ -1,4 +1,4 @@
-"""Records reads, copies and compute for Perfetto, with a lane each for disk, host, copies and compute.
+"""Records reads, copies, gathers and compute for Perfetto, with a lane for each.
 
 Format: "Trace Event Format", complete events (`ph: X`, microseconds) and metadata events (`ph: M`) that name the lanes;
 chrome://tracing and ui.perfetto.dev open it.
@@ -12,9 +12,14 @@ from typing import Final, NamedTuple
 from zinfer.nvme.whole_file import replace_file
 from zinfer.offload.stream import Event
 
-LANES: Final = ("disk", "host", "host to device", "compute", "device to host")
+LANES: Final = ("disk", "host", "host to device", "gather", "compute", "device to host")
 _MOST_OPEN: Final = 4096  # slices whose events are not dated yet
 _MOST_SLICES: Final = 2_000_000  # some 200 MB of JSON; viewers give up before that
+
+
+def of_rank(path: Path, rank: int) -> Path:
+    """Return the file for a rank's trace: ``trace.json`` is rank 0's, ``trace.1.json`` that of rank 1."""
+    return path.with_name(f"{path.stem}.{rank}{path.suffix}") if rank else path
 
 
 class Slice(NamedTuple):
@@ -83,7 +88,8 @@ class Trace:
 def _events(slices: list[Slice]) -> list[dict[str, object]]:
     """Convert slices to trace events. Overlapping slices of a lane get rows of their own, as viewers require."""
     origin_s = slices[0].begin_s if slices else 0.0
-    row_ends_s: dict[str, list[float]] = {lane: [0.0] for lane in LANES}
+    used = {slice.lane for slice in slices}
+    row_ends_s: dict[str, list[float]] = {lane: [0.0] for lane in LANES if lane in used}
     events: list[dict[str, object]] = []
     for slice in slices:
         ends_s = row_ends_s[slice.lane]

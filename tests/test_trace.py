@@ -13,15 +13,15 @@ import pytest
 from checkpoints import tiny_checkpoint
 from engine_support import greedy, logits_of
 from engines import blocks_of, config_for
+from ranks_support import run_ranks
 
 import zinfer
 from zinfer.config import resolve_settings
 from zinfer.offload.block import Tier
-from zinfer.offload.trace import Slice, Trace
+from zinfer.offload.trace import LANES, Slice, Trace
 
 NUM_LAYERS = 5
 NUM_TOKENS = 6
-LANES = {"disk", "host", "host to device", "compute", "device to host"}
 CLOCK_S = 1e-4  # two clocks of one run, a device's and the host's, agree so far
 
 
@@ -81,7 +81,7 @@ def test_the_file_holds_the_slices_in_lanes_with_names(folder: Path, tmp_path: P
     document = json.loads(path.read_text())
     events: list[dict[str, Any]] = document["traceEvents"]
     named = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert set(named.values()) == LANES
+    assert set(named.values()) == {each.lane for each in trace.slices()}
     complete = [event for event in events if event["ph"] == "X"]
     assert len(named) + len(complete) == len(events)
     assert document["otherData"]["dropped"] == trace.num_dropped == 0
@@ -94,6 +94,27 @@ def test_the_file_holds_the_slices_in_lanes_with_names(folder: Path, tmp_path: P
         assert event["pid"] == complete[0]["pid"]
     shown = Counter((named[event["tid"]], event["name"]) for event in complete)
     assert shown == Counter((each.lane, each.name) for each in slices)
+
+
+def traced_rank(rank: int, folder: Path, path: Path) -> None:
+    homes = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+    engine = zinfer.init_inference(folder, {**homes, "zinfer": {"device": "cpu", "trace": str(path)}})
+    logits_of(engine)
+    engine.destroy()
+
+
+def test_each_rank_writes_its_own_trace_and_its_gathers(folder: Path, tmp_path: Path) -> None:
+    run_ranks(2, traced_rank, folder, tmp_path / "t.json")
+    shown = []
+    for path in (tmp_path / "t.json", tmp_path / "t.1.json"):
+        events = json.loads(path.read_text())["traceEvents"]
+        named = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+        shown.append(Counter((named[event["tid"]], event["name"]) for event in events if event["ph"] == "X"))
+    used = Counter({name: count for (lane, name), count in shown[0].items() if lane == "compute"})
+    for each in shown:
+        gathered = Counter({name: count for (lane, name), count in each.items() if lane == "gather"})
+        assert used
+        assert used <= gathered, "each use of a block, and what was prefetched behind them"
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
@@ -125,7 +146,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
     Trace().write(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == {"M"}
+    assert events == []
 
 
 def test_a_trace_changes_no_answer(folder: Path) -> None:

@@ -30,7 +30,7 @@ from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.streamer import Streamer
 from zinfer.offload.tensor_checksums import TensorChecksums
-from zinfer.offload.trace import Trace
+from zinfer.offload.trace import Trace, of_rank
 from zinfer.offload.transfer_lane import TransferLane
 from zinfer.planning.placement import Plan
 from zinfer.probe.rates import Rates
@@ -106,7 +106,7 @@ class Runtime:
             if scratch is not None:
                 owned.enter_context(closing(scratch))
             if trace is not None and settings.trace is not None:
-                owned.callback(trace.write, settings.trace)
+                owned.callback(trace.write, of_rank(settings.trace, 0 if ranks is None else ranks.group.rank))
             on_cuda = streams[Tier.DISK].needs_pinned
             self._reader = owned.enter_context(closing(open_reader(settings.aio, files, on_cuda=on_cuda)))
             self._staging = owned.enter_context(closing(StagingRing()))
@@ -128,7 +128,7 @@ class Runtime:
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
             if streamed:
                 if self._sharing is not None:
-                    self._gathers = GatherLane(self._sharing, open_stream())
+                    self._gathers = GatherLane(self._sharing, open_stream(), trace)
                 self._streamer = owned.enter_context(closing(self._open_streamer(streamed, settings.synchronous)))
             check = None if ranks is None else ranks.check
             resident, agree = self._homes.resident, self._agree_to_read(ranks, model)

@@ -7,7 +7,6 @@ import queue
 import threading
 from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 from signal import SIGINT, Signals
 from typing import Any, Final
 
@@ -63,8 +62,7 @@ class PeerWorker:
     def __init__(self, request: JobRequest, settings: Settings, group: RankGroup) -> None:
         self._group = group
         self._answers = False
-        trace = request.trace or settings.trace
-        self._request = replace(request, report=None, trace=trace and trace_of(trace, group.rank))
+        self._request = replace(request, report=None)
         self._settings = settings
         self._mode: ExecutionMode | None = None
         self._over = threading.Event()
@@ -200,8 +198,3 @@ class PeerWorker:
             if isinstance(each, RankError | OtherRankFailed):
                 return Cause.OTHER_RANK, str(each)
         return Cause.ERROR, f"{type(cause).__name__}: {cause}"
-
-
-def trace_of(trace: Path, rank: int) -> Path:
-    """Return the file of another rank's trace: ``trace.json`` becomes ``trace.1.json``."""
-    return trace.with_name(f"{trace.stem}.{rank}{trace.suffix}")
