@@ -54,7 +54,7 @@ def llm(folder: Path) -> Iterator[LLM]:
         made.reset_prefix_cache()  # after the cancels that are under way
         assert made._batcher._scheduler.pool.num_used == 0
         assert made._batcher._scheduler.num_wanted_pages == 0
-        assert made._batcher._running == made._loop._handles == {}
+        assert made._batcher._requests.by_number == made._loop._handles == {}
     assert settled_threads() == num_threads
 
 

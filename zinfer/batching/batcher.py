@@ -2,59 +2,40 @@
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import compress, islice
+from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import Final
 
 import torch
 
 from zinfer.batching.decode_bucket import find_form
-from zinfer.batching.handle import Event, Token
+from zinfer.batching.handle import Event
 from zinfer.batching.page_lender import IdlePageLender
 from zinfer.batching.pass_meter import PassMeter
-from zinfer.batching.prompt_scorer import PromptScorer, ScoredSpan
+from zinfer.batching.prompt_scorer import PromptScorer
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.request import Request
 from zinfer.batching.runner import PassRunner
-from zinfer.batching.running_request import RunningRequest
-from zinfer.batching.stage_tokens import Coming, Looked, StageTokens
-from zinfer.batching.verification import Guesses, Round, rounds, rows_behind
+from zinfer.batching.running_requests import Drawing, RunningRequests
+from zinfer.batching.stage_tokens import StageTokens
+from zinfer.batching.verification import rows_behind
 from zinfer.engine.finite_check import FiniteWatch
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.pass_sizes import PIECE_PARTS
-from zinfer.requests.completion import not_finite
 from zinfer.sampling.async_copy import send
-from zinfer.sampling.sampler import BROKEN, Drawn, Row, Sampler, row_uniform
-from zinfer.sampling.structure import StructureMatcher, token_masks
+from zinfer.sampling.sampler import Drawn, Sampler
+from zinfer.sampling.structure import token_masks
 from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.schedule import Pass, PassSize
-from zinfer.scheduling.scheduler import Scheduler
-from zinfer.scheduling.sequence import Sequence as TokenSequence
 from zinfer.scheduling.sequence import SequenceState
 from zinfer.scheduling.speculation import Speculation
 
 _MOST_NOTED_PASSES: Final = 1 << 18
 _PIECE_LOGITS: Final = 1 << 25
 """Logits of a pass that scores prompts are computed in pieces of so many, 64 MB in 16 bits."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Drawing:
-    """The sequences that get a token in a pass, these tokens, on the device, the host or the last stage, the spans of
-    prompts whose scores come with them, and the guesses that they verify.
-    """
-
-    sequences: Sequence[TokenSequence]
-    rows: Sequence[RunningRequest]
-    result: Coming
-    looks: Looked
-    scored: Sequence[ScoredSpan] = ()
-    guesses: Guesses = ()
 
 
 class Batcher:
@@ -103,21 +84,13 @@ class Batcher:
         self._window = window
         # Pages in host memory take no device memory that could be lent.
         self._lender = IdlePageLender(cache, runner.model) if isinstance(cache, KVCache) else None
-        self._scheduler = self._new_scheduler()
+        self._scheduler = budget.scheduler(window)
         self._tokens = tokens
-        self._drawn: deque[_Drawing] = deque()  # of passes whose tokens were not taken
+        self._drawn: deque[Drawing] = deque()  # of passes whose tokens were not taken
         self._most_drawn = max(1, budget.num_sets - 1)  # before another pass is launched
-        self._running: dict[int, RunningRequest] = {}
-        self._matched: set[int] = set()  # those with a grammar
-        # Of the requests since `begin`: token ids that may complete one, whether any has stop strings, and whether any
-        # wants its tokens one by one.
-        self._last_ids: set[int] = set()
-        self._reads = self._tells = False
         self._watch = FiniteWatch(runner.model.module, runner.model.named_layers)
-        self._suspects: dict[int, str] = {}  # restarted sequences, and where they broke
-        self._num_added = 0
+        self._requests = RunningRequests(self._scheduler, cache, self._watch, speculation)
         self.num_tokens = 0
-        self.num_new_tokens = 0
         self.pass_sizes: list[PassSize] = []
         self.pass_ends_s: list[float] = []
         self.received_ids: Sequence[int] = ()
@@ -125,44 +98,10 @@ class Batcher:
 
     def begin(self) -> None:
         """Forget the passes so far; no request may be unfinished."""
-        assert not self._running
+        self._requests.begin()
         self._drawn.clear()  # tokens for requests that had ended
-        self._last_ids, self._reads, self._tells = {BROKEN}, False, False
         self.pass_sizes.clear()
         self.pass_ends_s.clear()
-
-    def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            PlanError: the cache could not hold it even alone.
-        """
-        params, ends, seed = request.params, request.end_token_ids, request.seed
-        sequence = TokenSequence(
-            self._num_added,
-            request.prompt_ids,
-            max(params.most_new_tokens, 1),  # one that is dropped, if only the prompt is scored
-            num_to_score=0 if params.prompt_logprobs is None else len(request.prompt_ids) - 1,
-            num_scored=params.prompt_logprobs_start - 1,  # a token's logits score the next one
-            precedence=request.precedence,
-        )
-        self._scheduler.add(sequence)
-        self._num_added += 1
-        uniform_at, output_ids = partial(row_uniform, seed), sequence.output_ids
-        matcher = None
-        if request.grammar is not None:
-            matcher = StructureMatcher(request.grammar, ends, request.stop_criteria.last_ids)
-            self._matched.add(sequence.number)
-        row = Row(params, sequence.prompt_ids, output_ids, ends, uniform_at, request.bad_word_ids, matcher)
-        self._running[sequence.number] = RunningRequest(request, sequence, row)
-        self._last_ids |= request.stop_criteria.last_ids
-        self._reads |= request.stop_criteria.reads
-        self._tells |= request.detokenizer is not None
-
-    def cancel(self, requests: Collection[Request]) -> list[Event]:
-        """End those of the requests that are unfinished, between two passes; returns their completions so far."""
-        unwanted = set(requests)
-        return [self._finish(each, "cancelled") for each in [*self._running.values()] if each.request in unwanted]
 
     def order(self) -> PassOrder:
         """Return the order of the next pass, from the seconds of those before and the tokens so far.
@@ -176,7 +115,7 @@ class Batcher:
         if most < 1:
             return order
         self._take_all()
-        rows = [each for each in self._running.values() if each.may_be_guessed]
+        rows = [each for each in self._requests.by_number.values() if each.may_be_guessed]
         return order._replace(guesses=self._speculation.guess([each.sequence for each in rows], most))
 
     def step(self, order: PassOrder = USUAL) -> list[Event]:
@@ -205,6 +144,19 @@ class Batcher:
         while self._drawn and self._budget.num_sets == 1:
             self._events += self._receive(self._drawn.popleft())
 
+    def add(self, request: Request) -> None:
+        """As `RunningRequests.add`."""
+        self._requests.add(request)
+
+    def cancel(self, requests: Collection[Request]) -> list[Event]:
+        """As `RunningRequests.cancel`, between two passes."""
+        return self._requests.cancel(requests)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that requests have taken."""
+        return self._requests.num_new_tokens
+
     @property
     def num_running(self) -> int:
         """Sequences that hold pages."""
@@ -231,30 +183,29 @@ class Batcher:
 
     def abort(self) -> None:
         """Drop all requests after a pass that failed, and the prefix cache: the pass may have left pages unfilled."""
-        for number in self._running:
+        for number in self._requests.by_number:
             self._cache.forget(number)
         self.close()
-        self._scheduler = self._new_scheduler()
+        self._renew()
 
     def forget_prefixes(self) -> None:
         """Drop the prefix cache; no request may be unfinished."""
-        assert not self._running
-        self._scheduler = self._new_scheduler()
+        assert not self._requests.by_number
+        self._renew()
 
     def close(self) -> None:
         """Drop everything for good, whatever state a pass is in; the counters stay."""
-        self._watch.stop()
         self._drawn.clear()
         self._events.clear()
-        self._running.clear()
-        self._matched.clear()
-        self._suspects.clear()
         self._scheduler = self._budget.scheduler(self._window)
+        self._requests.drop(self._scheduler)
 
-    def _new_scheduler(self) -> Scheduler:
+    def _renew(self) -> None:
+        """Begin with an empty scheduler."""
         if self._lender is not None:
             self._lender.take_back()
-        return self._budget.scheduler(self._window)
+        self._scheduler = self._budget.scheduler(self._window)
+        self._requests.drop(self._scheduler)
 
     def _forward(self, scheduled: Pass) -> tuple[torch.Tensor, PromptScorer | None]:
         """Launch a pass; returns the logits of its samples, and what scores prompts in it."""
@@ -277,20 +228,20 @@ class Batcher:
         self.pass_sizes.append(scheduled.size)
         self.num_tokens += self.pass_sizes[-1].num_tokens
         if scheduled.chunks.extra_logits and not scheduled.has_guesses:
-            scorer = PromptScorer(self._sampler, scheduled.chunks, self._running)
+            scorer = PromptScorer(self._sampler, scheduled.chunks, self._requests.by_number)
             most = min(_PIECE_LOGITS, PIECE_PARTS * self._budget.part_logits) // self._sampler.vocab_size
             self._runner.run_in_pieces(batch, max(most, 1), scorer.take)
             return scorer.sampled, scorer
         logits = self._runner.run(batch)
         return logits if form is None else logits[: len(scheduled.chunks)], None
 
-    def _draw(self, scheduled: Pass, logits: torch.Tensor, scorer: PromptScorer | None) -> _Drawing:
+    def _draw(self, scheduled: Pass, logits: torch.Tensor, scorer: PromptScorer | None) -> Drawing:
         """Draw the next tokens of the sequences that have not ended since the pass was scheduled."""
         spans = scorer.spans if scorer is not None else ()
         running = SequenceState.RUNNING  # looking the enum up for each sequence is slow
         sampling = list(compress(scheduled.chunks.sequences, scheduled.chunks.samples))
         sequences = [sequence for sequence in sampling if sequence.state is running]
-        writing = self._running
+        writing = self._requests.by_number
         rows = [writing[sequence.number] for sequence in sequences]
         guesses = [sequence.guesses for sequence in sequences] if scheduled.has_guesses else []
         if self._tokens is not None and not self._tokens.is_last:
@@ -298,7 +249,7 @@ class Batcher:
             if matchers := [each.row.matcher for each in rows if each.row.matcher is not None]:
                 token_masks(matchers)  # finds the same ends as the last stage's
             found = self._tokens.expect()
-            return _Drawing(sequences, rows, found, found, spans, guesses)
+            return Drawing(sequences, rows, found, found, spans, guesses)
         if len(sequences) < len(sampling):
             behind = [sequence for sequence in sampling for _ in range(1 + len(sequence.guesses))]
             places = [place for place, sequence in enumerate(behind) if sequence.state is running]
@@ -311,11 +262,11 @@ class Batcher:
         drawn = self._sampler.draw(logits, drawing, scores)
         looks = self._watch.take()
         if self._tokens is None:
-            return _Drawing(sequences, rows, drawn, looks, spans, guesses)
+            return Drawing(sequences, rows, drawn, looks, spans, guesses)
         shared = self._tokens.share(drawn, looks)
-        return _Drawing(sequences, rows, shared, shared, spans, guesses)
+        return Drawing(sequences, rows, shared, shared, spans, guesses)
 
-    def _receive(self, drawn: _Drawing) -> list[Event]:
+    def _receive(self, drawn: Drawing) -> list[Event]:
         """Take the tokens of an earlier pass; returns the requests they complete, and the tokens of others."""
         sampled = drawn.result.take()
         self._runner.model.check_ranks()
@@ -327,95 +278,4 @@ class Batcher:
             self._target.observe(size.num_tokens, self.pass_ends_s[-1] - self.pass_ends_s[-2])
         if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # the batcher has not been idle for days
             del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]
-        if self._watch.is_on and (where := drawn.looks.where()) is not None:
-            self._suspects |= {number: self._suspects[number] or where for number in self._suspects}
-        scores = iter(sampled.scores)
-        for span in drawn.scored:
-            span.request.add_scores(span.begin, islice(scores, span.end - span.begin))
-        events: list[Event] = []
-        for number, each in enumerate(rounds(drawn.sequences, drawn.rows, drawn.guesses, sampled, self._running)):
-            events += self._take(each, is_guessed=number > 0)
-        if self._speculation is not None:
-            self._speculation.num_guessed += sum(map(len, drawn.guesses))
-        return events
-
-    def _take(self, found: Round, *, is_guessed: bool) -> list[Event]:
-        """Take a token of each of several requests; returns those they complete, and the tokens of others."""
-        writing = self._running  # without those that were cancelled meanwhile
-        if is_guessed:
-            for sequence, token_id in zip(found.sequences, found.token_ids, strict=True):
-                self._scheduler.accept(sequence, token_id)
-            if self._speculation is not None:
-                self._speculation.num_accepted += len(found.rows)
-            broken: set[int] = set()
-        else:
-            pairs = list(zip(found.sequences, found.token_ids, strict=True))
-            broken = {each.number for each, token_id in pairs if token_id == BROKEN and each.number in writing}
-            self._scheduler.receive(pair for pair in pairs if pair[1] != BROKEN)
-        self.num_new_tokens += len(found.rows) - len(broken)
-        for each, logprobs in zip(found.rows, found.logprobs, strict=True):
-            if logprobs is not None:
-                each.logprobs.append(logprobs)
-        restarted = self._restart(broken)
-        events: list[Event] = []
-        for each in self._perhaps_complete(found):
-            number = each.sequence.number
-            if number in broken:
-                if number not in restarted:
-                    events.append(self._give_up(each))
-            elif number in writing and (end := each.end()) is not None:
-                self.num_new_tokens -= not each.request.params.most_new_tokens
-                events.append(self._finish(each, *end))
-        return [*self._new_tokens(found, broken), *events] if self._tells else events
-
-    def _new_tokens(self, found: Round, broken: set[int]) -> Iterator[Event]:
-        """Yield the new tokens of unfinished requests that want them one by one."""
-        for each in found.rows:
-            number = each.sequence.number
-            if each.request.detokenizer is not None and number in self._running and number not in broken:
-                output_ids, logprobs = each.sequence.output_ids, each.logprobs[-1] if each.logprobs else None
-                yield each.request, Token(output_ids[-1], logprobs, each.scores if len(output_ids) == 1 else None)
-
-    def _perhaps_complete(self, found: Round) -> Sequence[RunningRequest]:
-        """Return requests that may be complete. Keep the loop minimal: it runs per sequence per pass."""
-        if self._reads:
-            return found.rows
-        last_ids, ended = self._last_ids, SequenceState.FINISHED  # with all the tokens that they may have
-        sequences = found.sequences
-        each = enumerate(zip(sequences, found.token_ids, strict=True))
-        places = [place for place, (sequence, token_id) in each if token_id in last_ids or sequence.state is ended]
-        if self._matched:
-            matched = {place for place, sequence in enumerate(sequences) if sequence.number in self._matched}
-            places = sorted(matched.union(places))
-        return [found.rows[place] for place in places]
-
-    def _restart(self, broken: set[int]) -> set[int]:
-        """Restart the broken sequences that share pages, because another sequence may have damaged those pages.
-
-        A restarted sequence shares no pages.
-        """
-        restarted = {number for number in broken if self._running[number].sequence.shares}
-        for number in sorted(restarted, reverse=True):
-            self._scheduler.restart(self._running[number].sequence)
-            self._cache.forget(number)
-            self._suspects[number] = ""
-            self._watch.start()
-        if broken:  # their pages may hold NaN from earlier tokens too
-            self._scheduler.forget()
-        return restarted
-
-    def _give_up(self, each: RunningRequest) -> Event:
-        """End a request whose logits are not finite, with the tokens before them."""
-        each.sequence.output_ids.pop()
-        return self._finish(each, "error", not_finite(self._suspects.get(each.sequence.number)))
-
-    def _finish(self, each: RunningRequest, reason: str, error: str | None = None) -> Event:
-        request, sequence = each.request, each.sequence
-        if sequence.state is not SequenceState.FINISHED:
-            self._scheduler.end(sequence)
-            self._cache.forget(sequence.number)
-        del self._running[sequence.number]
-        self._matched.discard(sequence.number)
-        if self._suspects.pop(sequence.number, None) is not None and not self._suspects:
-            self._watch.stop()
-        return request, each.completion(reason, error)
+        return self._requests.receive(drawn, sampled)
