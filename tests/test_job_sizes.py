@@ -129,6 +129,17 @@ def test_ranks_that_divide_layers_are_not_planned(model: Path, machine: Machine)
     assert "tokens_per_pass" in choose_sizes(model, resolve_settings(), job, print, Mesh(zero=2))
 
 
+def test_the_memory_beside_a_draft_model_is_not_planned(model: Path, machine: Machine) -> None:
+    said: list[str] = []
+    keys = {"draft_model": str(model)}
+    assert choose_sizes(model, resolve_settings({"zinfer": keys}), Job(100, [12], [20]), said.append) == {}
+    assert said == ["the usual sizes, since the memory beside zinfer.draft_model is known once that is loaded"]
+    without = choose_sizes(
+        model, resolve_settings({"zinfer": keys | {"speculate": "off"}}), Job(100, [12], [20]), print
+    )
+    assert "tokens_per_pass" in without
+
+
 def test_nothing_that_fits_is_said(model: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_sizes, "this_machine", lambda settings, files: machine_with(1_000_000, 10**10))
     said: list[str] = []

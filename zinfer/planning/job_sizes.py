@@ -37,7 +37,8 @@ def choose_sizes(
 
     What is stated is left out. Whether tokens are guessed is chosen here too, since it depends on measured rates and
     decides the passes. For ranks that divide layers or the model nothing is planned, since their part of the memory is
-    not, and nothing guessed unless that is stated; likewise where nothing is predicted to fit, which is said.
+    not, and nothing guessed unless that is stated; likewise beside a draft model, and where nothing is predicted to
+    fit, which is said.
 
     Args:
         model: a checkpoint folder, one with config.json alone, or the name of a published model. Without files the disk
@@ -54,6 +55,9 @@ def choose_sizes(
     chooses_guesses = stated.speculate == "auto" and stated.draft_model is None
     unplanned: dict[str, int | str] = {"speculate": "off"} if chooses_guesses else {}
     if mesh.num_dividing > 1 or mesh.pipeline > 1:
+        return unplanned
+    if stated.draft_model is not None and stated.speculate != "off":
+        say("the usual sizes, since the memory beside zinfer.draft_model is known once that is loaded")
         return unplanned
     outline = read_outline(model, settings.dtype, settings.quantization)
     is_probed = recall(read_card("cuda")) is not None
