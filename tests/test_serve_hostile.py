@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -28,6 +29,7 @@ from zinfer.serve.errors import ApiError
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PROMPTS = [f"{'ab' * (number % 7 + 1)}{chr(97 + number % 26)}" for number in range(12)]
 ARRIVE_S = 4.0
+_CLOSED = 7  # of the states in the kernel's tcp_states.h
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +166,45 @@ def test_requests_that_do_not_arrive_end_their_connections(server: Server) -> No
         found = dict(zip(SLOW, threads.map(lambda first: slowly(server, first), SLOW.values()), strict=True))
     statuses = {name: answer.split()[1] for name, answer in found.items()}
     assert statuses == {**dict.fromkeys(SLOW, b"408"), "body without a key": b"401"}
+
+
+STREAM = b'{"model": "letters", "prompt": "ab", "n": 64, "max_tokens": 120, "stream": true, "logprobs": 5, "seed": 1}'
+
+
+def ask_for_streams(server: Server, times: int) -> socket.socket:
+    """A client with little room for 2 MB, so many times, one request behind the other."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(60)
+    where = urlsplit(server.url)
+    client.connect((where.hostname, where.port))
+    first = head("/v1/completions", len(STREAM), key=KEY).replace(b"connection: close\r\n", b"")
+    client.sendall((first + b"\r\n" + STREAM) * times)
+    return client
+
+
+def test_a_client_that_does_not_read_its_answers_loses_them(server: Server) -> None:
+    """They are larger than the system's buffers; what they need is free again."""
+    deadline_s = time.monotonic() + 60
+    with ask_for_streams(server, 6) as client:
+        while client.getsockopt(socket.SOL_TCP, socket.TCP_INFO, 1) != bytes([_CLOSED]):
+            assert time.monotonic() < deadline_s, "the connection is still there"
+            time.sleep(0.1)
+    with server.http() as http:
+        while http.get("/load").json()["sequences_under_way"]:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+
+
+def test_a_client_that_reads_slowly_gets_its_answer(server: Server) -> None:
+    with ask_for_streams(server, 1) as client:
+        found, begin_s = b"", time.monotonic()
+        while b"data: [DONE]" not in found[-9000:]:
+            if time.monotonic() < begin_s + 3 * ARRIVE_S:
+                time.sleep(0.3)
+            found += (more := client.recv(1 << 16))
+            assert more, "the connection has ended"
+    assert len(re.findall(rb'"finish_reason": ?"', found)) == 64
 
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["stated", "chunked"])

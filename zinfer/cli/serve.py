@@ -66,7 +66,8 @@ def serve(
     ] = None,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests may take after SIGTERM.")] = 60,
     arrive: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that a request may take to arrive, and one more for each 4 KiB.")
+        float,
+        typer.Option(min=0.1, help="Seconds for a request to arrive and for its answer to be read, plus one a 4 KiB."),
     ] = 20.0,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, without its text.")] = False,
 ) -> None:

@@ -1,28 +1,33 @@
-"""`BoundedProtocol`: HTTP connections whose requests must arrive in time, and whose heads have a limited size.
+"""`BoundedProtocol`: HTTP connections whose requests must arrive in time, and whose answers must be read in time.
 
-uvicorn has a time limit for the pause after an answer, and none for a request that arrives byte by byte.
+uvicorn has a time limit for the pause after an answer, and none for a request that arrives byte by byte, or for an
+answer that nobody reads, which would keep its sequences running and its memory taken.
 """
 
 import asyncio
 import json
+import socket
+import struct
 from http import HTTPStatus
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from zinfer.serve.errors import ApiError
 
 LEAST_RATE: Final = 4096
-"""Bytes a second; a request that arrives faster is not too slow, whatever its size."""
+"""Bytes a second; what arrives or is read faster is not too slow, whatever its size."""
 
 _MOST_HEAD_BYTES: Final = 64 << 10
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """A connection that is closed, with 408, if its next request does not arrive in time.
 
     A request may take `arrive_s` seconds, and one more for each `LEAST_RATE` bytes that came; so may the rest of a body
-    whose answer was sent before, without the latter. Heads, and trailers, beyond 64 KiB get 431.
+    whose answer was sent before, without the latter. Heads, and trailers, beyond 64 KiB get 431. A client that stops to
+    read its answer has the same time for what waits to be sent; then the connection ends, and the request with it.
 
     Attributes:
         arrive_s: seconds; looked at as often, so that a connection may stay for twice as long.
@@ -33,11 +38,21 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._num_quiet_bytes = 0  # that were neither a request's end nor of a body
+        self._computed: RequestResponseCycle | None = None  # `cycle` is the last that came, perhaps behind others
+        self._num_unread = 0  # bytes that waited to be sent when the client was first found not to read; 0: it reads
+        self._unread_since_s = 0.0
         self._await_request()
         self._look_later(self.arrive_s)
 
+    def resume_writing(self) -> None:
+        self._num_unread = 0
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._looking.cancel()
+        if self._computed is not None and not self._computed.response_complete:
+            self._computed.disconnected = True
+            self._computed.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -52,6 +67,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._await_request()
 
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if not self.pipeline:
+            self._computed = self.cycle
+
     def on_body(self, body: bytes) -> None:
         self._num_quiet_bytes = 0
         super().on_body(body)
@@ -62,6 +82,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._computed = self.pipeline[-1][0]
         super().on_response_complete()
         if not self.pipeline:
             self._await_request()
@@ -71,13 +93,33 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _look(self) -> None:
         now_s = self.loop.time()
-        if self.flow.read_paused:  # it is this side that does not read
+        if self._is_unread_too_long(now_s):
+            self._reset()
+            return
+        if self.flow.read_paused or self._num_unread:  # it is this side that does not read, or the last answer's turn
             self._since_s = now_s
         left_s = self._since_s + self.arrive_s + self._num_bytes / LEAST_RATE - now_s
-        if self._is_arriving and left_s <= 0:
+        is_late = self._is_arriving and left_s <= 0
+        if is_late:
             self._refuse(408, f"the request did not arrive within {self.arrive_s:.0f} s; send it faster")
-        else:
-            self._look_later(max(left_s, self.arrive_s / 10) if self._is_arriving else self.arrive_s)
+        waits = self._is_arriving and not is_late
+        self._look_later(max(left_s, self.arrive_s / 10) if waits else self.arrive_s)
+
+    def _is_unread_too_long(self, now_s: float) -> bool:
+        """Whether the client has not read for too long. While it does not, nothing is added to what waits for it."""
+        num_waiting = self.transport.get_write_buffer_size()
+        if not (self.flow.write_paused or self.transport.is_closing()) or not num_waiting:
+            self._num_unread = 0
+            return False
+        if not self._num_unread:
+            self._num_unread, self._unread_since_s = num_waiting, now_s
+        num_read = self._num_unread - num_waiting
+        return now_s > self._unread_since_s + self.arrive_s + num_read / LEAST_RATE
+
+    def _reset(self) -> None:
+        """End the connection, and leave nothing to the system to send: the client would not read that either."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.transport.abort()
 
     def _look_later(self, seconds: float) -> None:
         self._looking = self.loop.call_later(seconds, self._look)

@@ -34,7 +34,7 @@ class ServerOptions:
         certificate, key_file: PEM files for TLS.
         api_keys, origins, root_path, most_body_bytes, most_file_bytes, folder: as for `make_app`.
         drain_s: how long requests under way may take after SIGTERM.
-        arrive_s: how long a request may take to arrive, as for `BoundedProtocol`.
+        arrive_s: how long a request may take to arrive, and its answer to be read, as for `BoundedProtocol`.
     """
 
     names: Sequence[str]
