@@ -3,9 +3,9 @@
     python benchmarks/as_started.py [--shape opt-30b --layers 12] [--rows 1024 --prompt 512 --new 32] [--bits 4]
                                     [--cap 24GB] [--fast] [--small] [--folder DIR] [--out FILE]
 
-The weights are random, the rows token ids, and all takes place in ``--folder``, by default a temporary one. The first
-process finds neither compiled kernels (``TRITON_CACHE_DIR``) nor measured rates (``XDG_CACHE_HOME``); the second finds
-those of the first.
+The weights are random and on the disk alone, the rows token ids, and all takes place in ``--folder``, by default a
+temporary one. The first process finds neither compiled kernels (``TRITON_CACHE_DIR``) nor measured rates
+(``XDG_CACHE_HOME``); the second finds those of the first.
 
 ``job_over_predicted`` is the seconds of passes over those that the planner predicts for just these passes,
 ``over_plan`` over the seconds that the job's first prediction promised. ``process_over`` is the whole process over what
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from ceilings import PlainReads, best_disk_setting
-from random_model import llama_config, opt_config, random_model
+from random_model import llama_config, opt_config, save_random
 from result import keep, publish
 
 
@@ -34,7 +34,7 @@ def write_job(args: argparse.Namespace, folder: Path) -> None:
     num_layers, width = (2, 256) if args.small else (args.layers, 7168)
     config = llama_config(num_layers) if args.shape == "llama-3-70b" else opt_config(num_layers, width)
     dtype, device = (torch.float16, "cuda") if torch.cuda.is_available() else (torch.float32, "cpu")
-    random_model(config, dtype, device).save_pretrained(folder / "model", max_shard_size="2GB")
+    save_random(folder / "model", config, dtype, device)
     drawn = torch.randint(10, 50000, (args.rows, args.prompt), generator=torch.Generator().manual_seed(1))
     rows = [{"id": str(number), "prompt_token_ids": ids} for number, ids in enumerate(drawn.tolist())]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
