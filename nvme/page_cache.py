@@ -49,4 +49,4 @@ class CachedPages:
 
 def _is_told(fd: int) -> bool:
     """Return whether mincore(2) tells this process about the file; if not, it says that all is in memory."""
-    return os.geteuid() in (0, os.fstat(fd).st_uid) or os.access(f"/proc/self/fd/{fd}", os.W_OK)
+    return os.fstat(fd).st_uid == os.geteuid() or os.access(f"/proc/self/fd/{fd}", os.W_OK)
