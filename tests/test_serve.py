@@ -359,6 +359,8 @@ def test_tokens_are_counted_and_decoded(server: Server) -> None:
         assert counted["count"] == len(counted["tokens"]) == 3
         assert http.post("/detokenize", json={"tokens": counted["tokens"]}).json()["prompt"].replace(" ", "") == "abc"
         assert http.post("/tokenize", json={"messages": HI}).json()["count"] == 5
+        long = http.post("/tokenize", json={"prompt": "abc" * 1000}).json()
+        assert long["count"] == 3000 > long["max_model_len"], "whoever cuts a text asks for its tokens"
         assert http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
 
 

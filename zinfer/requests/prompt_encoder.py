@@ -113,6 +113,10 @@ class PromptEncoder:
             raise ConfigError(problem)
         return token_ids, params
 
+    def tokenize(self, prompt: PromptLike) -> list[int]:
+        """Return the prompt's tokens, however many. Raises ConfigError as `encode`, but for lengths."""
+        return self._token_ids(prompt, None, None)
+
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each bad word. Raises ConfigError for a word without tokens."""
         return find_bad_word_ids(self.tokenizer, params.bad_words, self._vocab_size)

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zinfer import __version__
 from zinfer.requests.prompt_encoder import PromptLike
-from zinfer.requests.sampling_params import SamplingParams
 from zinfer.serve.body import described, read_model
 from zinfer.serve.errors import ApiError
 from zinfer.serve.replica import describe
@@ -67,8 +66,7 @@ def operation_routes(service: Service) -> APIRouter:
         if not body.add_special_tokens and body.prompt is not None:
             token_ids = await service.prompts.plain_ids(body.prompt)
         else:
-            (encoded,) = await service.prompts.encode([prompt], SamplingParams(), default_new=1)
-            token_ids = encoded.prompt_ids
+            token_ids = await service.prompts.token_ids(prompt)
         return {"count": len(token_ids), "max_model_len": service.prompts.most_tokens, "tokens": token_ids}
 
     @router.get("/tokenizer_info")

@@ -139,6 +139,11 @@ class Prompts:
         found: list[int] = await self.on_thread(lambda: tokenizer(text, add_special_tokens=False).input_ids)
         return found
 
+    async def token_ids(self, prompt: PromptLike) -> list[int]:
+        """Return a prompt's tokens, however many. Raises ConfigError if it is invalid."""
+        assert self._encoder is not None
+        return await self.on_thread(partial(self._encoder.tokenize, prompt))
+
     def tokenizer_info(self) -> dict[str, Any]:
         """Return what clients need to make prompts of their own. Raises ApiError if there is no tokenizer."""
         tokenizer = self._known_tokenizer
