@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Any, Final
 from zlib import crc32
 
@@ -13,6 +14,11 @@ import pytest
 import torch
 from hypothesis import settings
 from threads import settled_threads
+
+# Each process of pytest-xdist uses one of several GPUs.
+WORKER: Final = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+if WORKER.isdecimal() and (gpus := len(list(Path("/dev").glob("nvidia[0-9]*")))) > 1:
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(WORKER) % gpus))
 
 # Triton decides when it is imported and when a kernel is decorated: without a GPU its interpreter runs the kernels.
 if not torch.cuda.is_available():
@@ -43,6 +49,16 @@ FIRST: Final = (
     "test_serve.py",
 )
 """Files that take long, and wait for processes now and then: what begins last is short."""
+
+ALONE: Final = frozenset(
+    f"test_{name}.py"
+    for name in (
+        *("async_copy", "busy_device", "cli_kill", "cuda_stream", "enforced_cap", "faults_memory", "footprint"),
+        *("given_back", "host_kv_cache", "host_memory", "peer_communicator", "probe_measures", "probe_rates"),
+        *("ranks", "ranks_on_gpus", "tensor_parallel"),
+    )
+)
+"""Files whose tests measure a GPU, fill it or use several; on GPUs they are marked `alone`."""
 
 # A loaded machine is slow at times; that is no fault of the property.
 settings.register_profile("zinfer", deadline=None)
@@ -152,12 +168,16 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     return out
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves tests out by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests out unless asked for, order files, and skip the `gpu` tests without a CUDA device."""
     if not config.getoption("--all"):
         out = left_out(items) | {item for item in items if is_slow(item)}
         config.hook.pytest_deselected(items=[item for item in items if item in out])
         items[:] = [item for item in items if item not in out]
+    for item in items:
+        if item.path.name in ALONE:
+            item.add_marker(pytest.mark.alone)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
     if torch.cuda.is_available():
         return

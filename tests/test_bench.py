@@ -266,6 +266,7 @@ def test_a_cap_above_what_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_rest_of_a_gpu_is_held() -> None:
     torch.cuda.empty_cache()
     before, _ = torch.cuda.mem_get_info()
