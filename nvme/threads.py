@@ -6,6 +6,7 @@ even for bytes that are in memory already, so those are copied from the page cac
 
 import errno
 import os
+import threading
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ class ThreadsFile(OpenFile):
     def __init__(self, path: Path, pool: Pool, uses_cache: bool) -> None:
         self.path = path
         self._pool = pool
+        self._lock = threading.Lock()
         self._fd = os.open(path, _READ_ONLY)
         self._direct_fd: int | None = None
         self._direct = True
@@ -101,7 +103,9 @@ class ThreadsFile(OpenFile):
         return done
 
     def _fall_back(self) -> None:
-        """Read through the page cache from now on."""
-        refusal = "the file system refuses direct I/O; reading through the page cache instead"
-        warn_once(f"{self.path.parent}: {refusal}; a local ext4 or xfs disk avoids that")
-        self._direct = False
+        """Read through the page cache from now on; several threads may find that out at once."""
+        with self._lock:
+            if self._direct:
+                refusal = "the file system refuses direct I/O; reading through the page cache instead"
+                warn_once(f"{self.path.parent}: {refusal}; a local ext4 or xfs disk avoids that")
+                self._direct = False
