@@ -169,11 +169,11 @@ class GatherLane:
         if transfer.has_failed or copied is None:
             raise transfer.own_failure() or RuntimeError(f"{transfer.name} was not copied")
         self.stream.after(copied)
-        begin = self.stream.mark()
+        begin = self.stream.mark() if self._trace is not None else None
         self.stream.run(lambda: self._ranks.gather(transfer.slab))
         self.gathered_bytes += transfer.slab.nbytes - transfer.slab.nbytes // self.partition.size
         gathered = self.stream.mark()
-        if self._trace is not None:
+        if self._trace is not None and begin is not None:
             self._trace.add_between("gather", transfer.name, begin, gathered)
         return gathered
 
