@@ -172,7 +172,7 @@ class Batching:
         "zinfer.speculate",
         choice("auto", "ngram", "off"),
         "guess next tokens from a sequence's own text, and verify them in the pass that computes its next one; auto: "
-        "on a GPU, where streaming the weights leaves time for 256 tokens",
+        "on a GPU, where streaming the weights leaves time for 256 tokens; in a job, where its sizes are planned too",
         default="auto",
     )
     draft_model: Path | None = setting(

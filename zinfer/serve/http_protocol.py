@@ -96,7 +96,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_unread_too_long(now_s):
             self._reset()
             return
-        if self.flow.read_paused or self._num_unread:  # it is this side that does not read, or the last answer's turn
+        if self.flow.read_paused or self._num_unread:  # this side does not read, or the client has an answer to read
             self._since_s = now_s
         left_s = self._since_s + self.arrive_s + self._num_bytes / LEAST_RATE - now_s
         is_late = self._is_arriving and left_s <= 0
