@@ -45,6 +45,7 @@ from zinfer.kernels import (
     launching,
     norm,
     paged_attention,
+    peer_sum,
     prompt_attention,
     rotary,
     write_pages,
@@ -161,6 +162,7 @@ def stand_in() -> None:
         rotary: ["_rotate_kernel"],
         activation: ["_activation_kernel", "_gated_kernel"],
         added: ["_added_kernel"],
+        peer_sum: ["_sum_over_peers"],
         gemv: ["_gemv_kernel"],
         grouped_linear: ["grouped_kernel", "_quarters_kernel"],
         groups: ["_order_kernel"],
@@ -216,6 +218,9 @@ def compile_others(dtype: torch.dtype) -> None:
         x, weight = torch.randn(tokens, 1600, dtype=dtype), torch.randn(64, 1600, dtype=dtype)
         gemv.gemv(x, weight, weight[:, 0])
         added.added_kernel(x, x)
+    addresses = torch.zeros(2, dtype=torch.int64)
+    for count in (8192, 1 << 20):
+        peer_sum.sum_over_peers(torch.zeros(count, dtype=dtype), addresses, addresses, 3, 1)
     length, arrivals = torch.tensor(5), torch.tensor(0, dtype=torch.int32)
     for tokens in (1, 300):
         new = torch.randn(2, tokens, 8, 128, dtype=dtype).transpose(1, 2)

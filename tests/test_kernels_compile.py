@@ -47,6 +47,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         "_gated_kernel",
         "_activation_kernel",
         "_added_kernel",
+        "_sum_over_peers",
         "_gemv_kernel",
         "_order_kernel",
         "_quarters_kernel",

@@ -2,7 +2,8 @@
 
 [Note: copy engines] A collective of NCCL occupies multiprocessors and takes 8 % from the products beside it; copies
 between GPUs run on copy engines, and only the barriers around them are kernels, of one block each. Slots therefore lie
-in memory that every rank maps. Other tensors pass through a small buffer there.
+in memory that every rank maps. Other tensors pass through a small buffer there; sums of small ones, which the products
+after them wait for, are one kernel (`zinfer.kernels.peer_sum`).
 """
 
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from typing import Final
 
 import torch
 
+from zinfer.kernels.peer_sum import MOST_PROGRAMS, sum_over_peers
 from zinfer.offload.partition import Partition
-from zinfer.ranks.peer_memory import PeerMemory, SharedMemory
+from zinfer.ranks.peer_memory import NUM_BARRIERS, PeerMemory, SharedMemory
 
 _BUFFER_BYTES: Final = 32 << 20  # some 100 us of NVLink: the barriers around it cost a tenth
 _BEFORE, _BETWEEN, _AFTER = range(3)  # channels of barriers
 _MOST_READ_BYTES: Final = 1 << 20  # up to here reading all that the others have costs less than another barrier
+_SUMS: Final = NUM_BARRIERS  # the first channel of the kernel of sums
 
 
 class PeerCommunicator:
@@ -29,7 +32,8 @@ class PeerCommunicator:
         self._memory = memory
         self.partition: Partition = memory.partition
         self._slots: dict[int, SharedMemory] = {}  # by address
-        self._buffer = memory.share(_BUFFER_BYTES)
+        self.can_capture = True
+        self._buffer = memory.share(_BUFFER_BYTES, _SUMS + MOST_PROGRAMS)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """As `Communicator.allocate`."""
@@ -110,19 +114,17 @@ class PeerCommunicator:
     def _sum(self, flat: torch.Tensor) -> None:
         """Sum a tensor that fits the buffer: all of it, or if that is long, this rank's range, and copy the others'."""
         size, rank = self.partition.size, self.partition.rank
-        num = len(flat)
-        each = num if flat.nbytes <= _MOST_READ_BYTES or num % size else num // size
+        each = len(flat) // size
+        if flat.nbytes <= _MOST_READ_BYTES or each * size < len(flat):
+            sum_over_peers(flat, self._buffer.addresses, self._buffer.pads, _SUMS, rank)
+            return
         views = [self._buffer.of(peer)[: flat.nbytes].view(flat.dtype) for peer in range(size)]
         views[rank].copy_(flat)
         self._buffer.barrier(_BEFORE)
-        own = slice(0, num) if each == num else slice(rank * each, (rank + 1) * each)
+        own = slice(rank * each, (rank + 1) * each)
         total = views[0][own].to(torch.float32, copy=True)
         for view in views[1:]:
             total += view[own]
-        if each == num:
-            self._buffer.barrier(_AFTER)
-            flat.copy_(total)
-            return
         views[rank][own] = total.to(flat.dtype)  # which no other rank reads before the next barrier
         self._buffer.barrier(_BETWEEN)
         self._copy_others(self._buffer, each * flat.element_size())

@@ -18,7 +18,8 @@ from torch.distributed import _symmetric_memory as symmetric
 from zinfer.offload.partition import Partition
 
 _REPEAT_S: Final = 1e-3
-_NUM_CHANNELS: Final = 3
+NUM_BARRIERS: Final = 3
+"""Channels of every memory that `SharedMemory.barrier` may use; kernels that wait by themselves take those after."""
 
 
 class Card(NamedTuple):
@@ -57,18 +58,24 @@ class SharedMemory:
         own: this rank's (uint8).
         handle: of torch's symmetric memory.
         partition: this rank's place.
+        num_channels: of its signal pads that are used.
+
+    Attributes:
+        addresses, pads: of every rank's memory and signal pad, for kernels (int64, [ranks]).
     """
 
-    def __init__(self, own: torch.Tensor, handle: Any, partition: Partition) -> None:
+    def __init__(self, own: torch.Tensor, handle: Any, partition: Partition, num_channels: int) -> None:
         self.own = own
         self._handle = handle
         rank, size = partition.rank, partition.size
         self._views = [handle.get_remote_tensor(peer, own.shape, own.dtype) for peer in range(size)]
-        pads = [handle.get_signal_pad(peer, (_NUM_CHANNELS * size,), torch.uint32) for peer in range(size)]
+        pads = [handle.get_signal_pad(peer, (num_channels * size,), torch.uint32) for peer in range(size)]
+        self.addresses = torch.tensor([view.data_ptr() for view in self._views], device=own.device)
+        self.pads = torch.tensor([pad.data_ptr() for pad in pads], device=own.device)
         # A barrier waits for 1 in each other rank's place of the own pad, and for 0 in the own place of theirs.
         self._awaited = [
             (pad, channel * size + place, value)
-            for channel in range(_NUM_CHANNELS)
+            for channel in range(num_channels)
             for peer in range(size)
             if peer != rank
             for pad, place, value in ((pads[rank], peer, 1), (pads[peer], rank, 0))
@@ -80,7 +87,7 @@ class SharedMemory:
 
     def barrier(self, channel: int) -> None:
         """Make the current stream wait until those of all ranks are here; barriers in a row have other channels."""
-        assert channel < _NUM_CHANNELS
+        assert channel < NUM_BARRIERS
         self._handle.barrier(channel=channel)
 
     def signal_for_all(self) -> None:
@@ -107,10 +114,11 @@ class PeerMemory:
         # Of another priority than those that wait for a barrier, so that the device does not queue it behind them.
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def share(self, nbytes: int) -> SharedMemory:
-        """Allocate memory on every rank."""
+    def share(self, nbytes: int, num_channels: int = NUM_BARRIERS) -> SharedMemory:
+        """Allocate memory on every rank, with that many channels for those who wait for each other."""
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._shared.append(SharedMemory(own, symmetric.rendezvous(own, self._group), self.partition))
+        handle = symmetric.rendezvous(own, self._group)
+        self._shared.append(SharedMemory(own, handle, self.partition, num_channels))
         return self._shared[-1]
 
     def give_up(self) -> None:
