@@ -320,3 +320,21 @@ def test_ranks_on_a_gpu_divide_layers(folders: list[Path]) -> None:
     check_alike(several, alone, [f"{folder.name} {homes}" for folder, homes in cases], 1e-4)
     wanted, _ = texts(0, folders[0], on_gpu(1, "cpu"))
     assert [found for found, _ in run_ranks(2, texts, folders[0], on_gpu(2, "cpu"))] == [wanted] * 2
+
+
+def replayed(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[tuple[int, ...]], int]:
+    """Greedy tokens, and how many passes were replayed from CUDA graphs."""
+    prompts = [{"prompt_token_ids": IDS[number, : 3 + number].tolist()} for number in range(2)]
+    with zinfer.LLM(folder, settings) as llm:
+        found = llm.generate(prompts, zinfer.SamplingParams(max_new_tokens=12))
+        return [each.token_ids for each in found], llm.graphs.replayed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("homes", ["cpu", "none"])
+def test_passes_of_divided_layers_are_replayed(folders: list[Path], homes: str) -> None:
+    zinfer_options = {"zinfer": {"device": "cuda", "max_weight_memory": "4GB", "speculate": "off"}}
+    wanted, _ = replayed(0, folders[0], config(1, homes) | zinfer_options)
+    for found, num_replayed in run_ranks(2, replayed, folders[0], config(2, homes) | zinfer_options):
+        assert found == wanted
+        assert num_replayed >= 8

@@ -32,7 +32,7 @@ _DECODE: Final = "_optimize_model_for_decode"
 
 
 def open_graphs(
-    plan: Plan, settings: Settings, device: torch.device, *, by_default: bool = False, exchanges: bool = False
+    plan: Plan, settings: Settings, device: torch.device, *, by_default: bool = False, can_capture: bool = True
 ) -> ForwardGraphs | None:
     """Return the graphs that the settings ask for; None if they do not, or if nothing can be replayed.
 
@@ -40,15 +40,18 @@ def open_graphs(
 
     Args:
         by_default: whether to use graphs if the settings do not mention them, for forwards that they may speed up.
-        exchanges: whether ranks exchange outputs within a forward.
+        can_capture: whether what ranks exchange within a forward, if anything, can be captured.
     """
     if not (by_default if settings.cuda_graph is None else settings.cuda_graph):
         return None
     capturer = capturer_for(device)
     if capturer is None:
         hindrance = "graphs need a CUDA device"
-    elif exchanges:
-        hindrance = "what ranks exchange within a pass (tp_size, ep_size, zinfer.parallel.pipeline) is not captured"
+    elif not can_capture:
+        hindrance = (
+            "what ranks exchange within a pass is captured only for zinfer.parallel.tensor, among GPUs that copy from "
+            "each other's memory"
+        )
     elif settings.check_finite:
         hindrance = "zinfer.check_finite looks at every layer"
     elif settings.batching.kv_cache_tier == "host":

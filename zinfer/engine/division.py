@@ -18,7 +18,7 @@ from zinfer.model.stage import StageModel
 from zinfer.model.weight_matching import match_weights
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.ranks.group import RankGroup
-from zinfer.ranks.mesh import Mesh
+from zinfer.ranks.mesh import DIVIDING, Mesh
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.ranks.stage_exchange import StageExchange
 from zinfer.store.saved_parts import KEY, SavedPart, find_part, list_parts, save_part
@@ -85,6 +85,15 @@ class Division:
     def exchanges(self) -> bool:
         """Whether ranks exchange outputs within a forward."""
         return self._shard is not None or self._stage is not None
+
+    def can_capture(self) -> bool:
+        """Return whether what is exchanged within a forward, if anything, can be captured in CUDA graphs.
+
+        Stages and experts wait on the host for what others send. All ranks call it together.
+        """
+        if self._shard is None or self._ranks is None:
+            return not self.exchanges
+        return self._ranks.communicator(DIVIDING).can_capture and self._stage is None and self._shard.experts == 1
 
     def prepare(
         self,

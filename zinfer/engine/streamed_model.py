@@ -130,7 +130,7 @@ class StreamedModel:
             self._ended: Event | None = None  # of the last call, on the device; None while one runs
             self.trace = trace or (Trace() if settings.trace else None)
             graphs = open_graphs(
-                self.plan, settings, self.device, by_default=replays_passes, exchanges=division.exchanges
+                self.plan, settings, self.device, by_default=replays_passes, can_capture=division.can_capture()
             )
             self.pass_graphs = graphs if replays_passes else None
             self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)

@@ -16,7 +16,12 @@ class Communicator(Protocol):
 
     On a CUDA device work is enqueued on the current stream; after a failure the results hold anything. Every method
     raises RankError once a rank of the job has failed.
+
+    Attributes:
+        can_capture: whether its work can be captured in CUDA graphs, which all ranks replay in the same order.
     """
+
+    can_capture: bool
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory of a slot (uint8), which `gather` fills fastest."""
@@ -65,6 +70,7 @@ class TorchCommunicator:
         self._members, self._device = members, device
         self._check, self._wait_for = check, wait_for
         self._has_given_up = False
+        self.can_capture = False  # its waits look for ranks that have failed
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """As `Communicator.allocate`."""
