@@ -8,12 +8,14 @@ Weights and prompts are random; a model's name with a number has that many layer
 
 ``copied_over_passes`` is what was copied to the GPUs over the streamed bytes of all passes: 1 if the ranks make each
 pass together. ``links``: few rows, weights in host memory. ``link_share`` is the streamed bytes of all passes in the
-job's seconds over the joint rate of the links, ``host_over_model`` the pinned memory of all ranks over the weights.
+job's seconds over the joint rate of the links; ``link_share_of_decodes`` is that of the passes and seconds which the
+job has more than a shorter one, without the first passes. ``host_over_model`` is the pinned memory of all ranks over
+the weights.
 ``link-bound``: the KV cache bounds the batch, so twice the GPUs are twice the links and twice the batch.
 ``compute-bound``: as many rows as one GPU computes at its full rate. ``gather``: seconds of a pass of 2,048 tokens a
 rank in INT4, gathered from partitioned host memory, over those with the weights whole on each GPU.
-``tensor``: one row, decoded by layers that are divided, over one GPU. ``opt-175b`` and ``llama-405b``: the whole
-models, on all GPUs and, of the second, on one. ``ratio`` is tokens per second of all ranks over those of one.
+``tensor``: one row, decoded by layers that are divided, over one GPU. ``opt-175b`` and ``llama-405b``: the
+whole models, on all GPUs and, of the second, on one. ``ratio`` is tokens per second of all ranks over those of one.
 
 Each run is a process of its own. The first with a model and its weights is made twice, and the second counts, so that
 compiled kernels are on the disk; ``cold_s`` is the first's job. The last line is JSON.
@@ -26,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,7 +66,7 @@ CASES: Final = {
     "link-bound": Job("opt-30b:12", 256, 128, 32, options={"kv_cache_memory": "3.6GB"}),
     "compute-bound": Job("opt-30b:12", 1024, 512, 32),
     "gather": _GATHERED,
-    "tensor": Job("llama-3-70b", 1, 64, 256, weights="int8", mode="tensor", homes="none"),
+    "tensor": Job("llama-3-70b:60", 1, 64, 768, weights="int8", mode="tensor", homes="none"),  # fits one of 80 GB
     "opt-175b": Job("opt-175b", 384, 512, 32, homes=None),
     "llama-405b": Job("llama-3.1-405b", 512, 512, 32, weights="int4", homes=None),
 }
@@ -144,7 +146,11 @@ def measure(case: str, runs: Runs, rates: Mapping[str, Any]) -> dict[str, Any]:
     found = runs.together(job)
     figures: dict[str, Any] = {"together": _shown(found)}
     if case == "links":
+        short = runs.together(replace(job, new_tokens=job.new_tokens // 3))
+        figures["short"] = _shown(short)
+        more_bytes, more_s = _streamed_bytes(found) - _streamed_bytes(short), found["seconds"] - short["seconds"]
         figures["link_share"] = _streamed_bytes(found) / found["seconds"] / rates["to_device_bytes_per_s"]
+        figures["link_share_of_decodes"] = more_bytes / more_s / rates["to_device_bytes_per_s"]
         figures["host_over_model"] = found["host_bytes"] / sum(found["bytes_by_home"].values())
     if case == "gather":
         whole = runs.together(_WHOLE)
