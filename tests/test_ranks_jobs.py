@@ -140,7 +140,16 @@ def test_fifty_killed_ranks_lose_and_double_no_row(folder: Path, whole: tuple[li
     assert job.rows() == rows
 
 
-def test_signals_and_full_disks_end_all_ranks(folder: Path, whole: tuple[list[bytes], str]) -> None:
+ENDS_LATE = """
+import os, time
+if os.environ.get("RANK") == "0":
+    from zinfer.cli import ending
+    note = ending.note_ending
+    ending.note_ending = lambda *given: (time.sleep(2), note(*given))
+"""
+
+
+def test_signals_and_full_disks_end_all_ranks(folder: Path, whole: tuple[list[bytes], str], tmp_path: Path) -> None:
     rows, _ = whole
     job = Job(folder, "ended.jsonl", "--batch-size", "4")
     processes = job.start(2)
@@ -154,11 +163,13 @@ def test_signals_and_full_disks_end_all_ranks(folder: Path, whole: tuple[list[by
     )
     assert not said[1][2]
     limit_bytes = sum(map(len, rows)) // 2
-    said = ended(job.start(2, limit_bytes))
-    assert said[0][0] == 1, said
-    assert "output ended.jsonl cannot be written: File too large" in said[0][2]
-    assert said[0][2].count("error:") == 1
-    assert not said[1][2]
+    (tmp_path / "sitecustomize.py").write_text(ENDS_LATE)  # the launcher asks the rank to end before it says why
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    words = [*job.words, "--ranks", "2"]
+    [(code, _, told)] = ended([start(words, folder, warm=True, limit_bytes=limit_bytes, variables=variables)])
+    assert code == 1, told
+    assert "zinfer: error: output ended.jsonl cannot be written: File too large" in told
+    assert told.count("error:") == 1
     job.run(2, exit_code=3)
     assert job.rows() == rows
 

@@ -13,7 +13,7 @@ from typing import Final, Literal, NoReturn, TextIO, cast
 import typer
 from rich.console import Console
 
-from zinfer.cli.rank_endings import LAUNCHER, Ending, note_ending
+from zinfer.cli.rank_endings import LAUNCHER, Ending, note_ending, wait_for_cause
 from zinfer.display import LastingStream, print_text
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError, RankError
 from zinfer.jobs.request import OtherRankFailed, UnusableInput
@@ -80,6 +80,8 @@ def conclude(text: str, exit_code: int, *, is_own: bool = True) -> NoReturn:
     """
     if LAUNCHER in os.environ:
         note_ending(Ending(own_rank(), host_name(), text, exit_code, is_own))
+        if not is_own and exit_code == EXIT_STOPPED:  # another rank failed
+            wait_for_cause()
     elif is_own or own_rank() == 0:
         say(text)
     raise typer.Exit(exit_code) from None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Final
 
 LAUNCHER: Final = "ZINFER_RANK_ENDINGS"
 """Names the file; set by the launcher."""
+_MOST_WAIT_S: Final = 20.0
+_PAUSE_S: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,19 @@ def note_ending(ending: Ending) -> None:
 def read_endings(file: Path) -> list[Ending]:
     """Return what the ranks noted, in the order of time."""
     return [Ending(**json.loads(line)) for line in file.read_bytes().splitlines()]
+
+
+def wait_for_cause() -> None:
+    """Wait until the rank that ended the others has noted why, some seconds at most.
+
+    The launcher ends all ranks by SIGTERM once one has ended, and one that failed may take longer than those which
+    heard of it: it has files to close and memory to free.
+    """
+    end_s = time.monotonic() + _MOST_WAIT_S
+    while time.monotonic() < end_s:
+        if any(each.is_own or each.exit_code > 128 for each in read_endings(Path(os.environ[LAUNCHER]))):
+            return
+        time.sleep(_PAUSE_S)
 
 
 def first_cause(endings: Sequence[Ending]) -> Ending | None:
