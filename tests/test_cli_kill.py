@@ -25,7 +25,7 @@ SIZES = {
 
 
 class Command:
-    """`zinfer run` on one input and one output, in processes of its own."""
+    """`zinfer run` on one input and one output, each time in a process of its own."""
 
     def __init__(self, folder: Path, output: str) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class Command:
 
     def start(self, limit_bytes: int | None = None, *more: str, warm: bool = True) -> Process:
         options = ["--input", "in.jsonl", "--output", self.output.name, "--config", "ds.json", "--batch-size", "16"]
-        command = ["run", "--model", "model", *options, "--device", self.device, *more]
+        command = ["run", "--model", "model", *options, "--device", self.device, "--ranks", "1", *more]
         return start(command, self.folder, warm=warm, limit_bytes=limit_bytes)
 
     def size_bytes(self) -> int:
