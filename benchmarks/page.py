@@ -22,6 +22,7 @@ PAGE: Final = ROOT / "docs" / "benchmarks.md"
 
 _PLACE: Final = re.compile(r"(?s)(<!-- (hardware|figures: (\w+)) -->\n).*?(<!-- end -->\n)")
 _SETTINGS: Final = [
+    "ranks",
     "model",
     "layers",
     "hidden",
@@ -34,6 +35,11 @@ _SETTINGS: Final = [
     "prefill",
     "dtype",
 ]
+_JOINED: Final = {
+    "to_device_bytes_per_s": "links together",
+    "gather_bytes_per_s": "gathers",
+    "all_reduce_bytes_per_s": "sums",
+}
 _CASES: Final = ("cases", "systems", "formats", "host", "rates")
 
 Figures = Mapping[str, Any]
@@ -132,6 +138,13 @@ LABELS: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {
     "of_flash": ("torch's flash attention over ours", _number(2, " x")),
     "tflops": ("matrix work", _number(0, " TFLOP/s")),
     "over_gathering": ("torch with gathering over ours", _number(2, " x")),
+    "over_one": ("over one GPU", _number(2, " x")),
+    "link_share": ("share of the links together", _percent),
+    "link_share_of_decodes": ("of decode passes alone", _percent),
+    "host_over_model": ("host memory over the model", _number(2)),
+    "gathered_over_whole": ("pass over one with whole weights", _number(3)),
+    "cold_s": ("job, kernels not compiled", _number(1, " s")),
+    "process_s": ("process", _number(1, " s")),
     "bytes_per_s": ("rate", lambda value: f"{value / 1e9:.2f} GB/s"),
 }
 """Label and form of each figure, in the order of columns; figures that are not here are left out."""
@@ -188,6 +201,8 @@ def _show(name: str, run: Figures) -> str:
     ceilings = [
         f"{label} {form(run[key])}" for key, (label, form) in LABELS.items() if isinstance(run.get(key), int | float)
     ]
+    if joined := run.get("joined"):
+        ceilings += [f"{label} {joined[key] / 1e9:,.0f} GB/s" for key, label in _JOINED.items()]
     rivals = [
         f"{rival} {run['card'][rival]}" for rival in ("deepspeed", "flexgen", "accelerate") if rival in run["card"]
     ]

@@ -15,7 +15,7 @@ the weights.
 ``compute-bound``: as many rows as one GPU computes at its full rate. ``gather``: seconds of a pass of 2,048 tokens a
 rank in INT4, gathered from partitioned host memory, over those with the weights whole on each GPU.
 ``tensor``: one row, decoded by layers that are divided, over one GPU. ``opt-175b`` and ``llama-405b``: the
-whole models, on all GPUs and, of the second, on one. ``ratio`` is tokens per second of all ranks over those of one.
+whole models, on all GPUs and, of the second, on one. ``over_one`` is tokens per second of all ranks over those of one.
 
 Each run is a process of its own. The first with a model and its weights is made twice, and the second counts, so that
 compiled kernels are on the disk; ``cold_s`` is the first's job. The last line is JSON.
@@ -142,27 +142,28 @@ class Runs:
         ).stdout
 
 
-def measure(case: str, runs: Runs, rates: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a case."""
+def measure(case: str, runs: Runs, rates: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figures of a case and of what it is compared with, by name."""
     job = CASES[case]
     found = runs.together(job)
-    figures: dict[str, Any] = {"together": _shown(found)}
+    figures: dict[str, Any] = _shown(found)
+    others: dict[str, dict[str, Any]] = {}
     if case == "links":
         short = runs.together(replace(job, new_tokens=job.new_tokens // 3))
-        figures["short"] = _shown(short)
+        others = {"a third of the new tokens": _shown(short)}
         more_bytes, more_s = _streamed_bytes(found) - _streamed_bytes(short), found["seconds"] - short["seconds"]
         figures["link_share"] = _streamed_bytes(found) / found["seconds"] / rates["to_device_bytes_per_s"]
         figures["link_share_of_decodes"] = more_bytes / more_s / rates["to_device_bytes_per_s"]
         figures["host_over_model"] = found["host_bytes"] / sum(found["bytes_by_home"].values())
     if case == "gather":
         whole = runs.together(_WHOLE)
-        figures["whole"] = _shown(whole)
+        others = {"whole weights": _shown(whole)}
         figures["gathered_over_whole"] = _pass_s(found) / _pass_s(whole)
     if case in _ON_ONE_TOO:
         alone = runs.alone(job)
-        figures["alone"] = _shown(alone)
-        figures["ratio"] = found["tokens_per_s"] / alone["tokens_per_s"]
-    return figures
+        others = {"one GPU": _shown(alone)}
+        figures["over_one"] = found["tokens_per_s"] / alone["tokens_per_s"]
+    return {case: figures, **{f"{case}, {name}": each for name, each in others.items()}}
 
 
 def _num_passes(found: Mapping[str, Any]) -> float:
@@ -182,7 +183,17 @@ def _streamed_bytes(found: Mapping[str, Any]) -> float:
 def _shown(found: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a run: without the parts of each rank."""
     names = ("rows", "seconds", "predicted_s", "tokens_per_s", "prompt_tokens_per_s", "bottleneck", "start_s")
-    more = ("process_s", "passes", "bytes_by_home", "streamed_bytes_per_pass", "device_bytes", "host_bytes", "stall_s")
+    more = (
+        "over_predicted",
+        "process_s",
+        "passes",
+        "bytes_by_home",
+        "streamed_bytes_per_pass",
+        "device_bytes",
+        "host_bytes",
+        "stall_s",
+    )
+    found = {**found, "over_predicted": found["seconds"] / found["predicted_s"]}
     shown = {name: found[name] for name in (*names, *more, "cold_s") if name in found}
     if streamed_bytes := _streamed_bytes(found):
         shown["copied_over_passes"] = (found["bytes_to_device"] - found["loaded_bytes"]) / streamed_bytes
@@ -201,10 +212,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder), args.ranks, args.small, args.compiled)
         rates = runs.probe()
-        figures: dict[str, Any] = {"benchmark": "ranks", "num_ranks": args.ranks, "rates": rates}
+        cases: dict[str, Any] = {}
+        figures = {"benchmark": "ranks", "ranks": args.ranks, "joined": rates, "cases": cases}
         for case in args.cases.split(","):
-            figures[case] = measure(case, runs, rates)
-            print(case, json.dumps(figures[case]), file=sys.stderr, flush=True)
+            found = measure(case, runs, rates)
+            cases |= found
+            print(json.dumps(found), file=sys.stderr, flush=True)
             keep(figures, args.out)
     publish(figures, args.out)
 
