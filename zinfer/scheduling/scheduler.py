@@ -147,7 +147,7 @@ class Scheduler:
         self._num_lent = self.num_spare_pages
         self._allocator.is_short = False
         num_pages = max(self.pool.num_pages - self._allocator.most_reserved, 1)
-        most_rows = self._sets.most_rows(num_pages, len(self._running))
+        most_rows = self._sets.most_rows(num_pages, self._running)
         most_running = order.most_running(self._max_sequences)
         budget = min(self._token_budget, order.most_tokens or self._token_budget)
         claims, gave_way = self._give_way(new_pass, budget, most_running)
@@ -182,7 +182,7 @@ class Scheduler:
         """
         assert computed is self._in_flight, "advance without the pass that was scheduled last"
         self._in_flight = None
-        running, window, chunks = SequenceState.RUNNING, self._window, computed.chunks
+        running, window, chunks, num_before = SequenceState.RUNNING, self._window, computed.chunks, len(self._running)
         for sequence, end, samples in zip(chunks.sequences, chunks.ends, chunks.samples, strict=True):
             if sequence.state is not running:
                 continue
@@ -197,6 +197,7 @@ class Scheduler:
                 output_ids.append(PENDING)
                 if len(output_ids) >= sequence.max_new_tokens:
                     self.end(sequence)
+        self._sets.note_ended(num_before - len(self._running))
 
     def receive(self, next_ids: Iterable[tuple[Sequence, int]]) -> None:
         """Fill in the tokens sampled by the pass before; called before the next `advance`."""
@@ -310,7 +311,7 @@ class Scheduler:
         Returns 0 if a sequence was preempted or must wait for pages. Nothing is admitted after a prompt that does not
         reach its end either: it took all tokens or all pages.
         """
-        pace = max(self._workload.pace(num_pages, self._max_sequences), len(self._running))
+        pace = max(self._workload.pace(num_pages, self._max_sequences), self._sets.num_present(self._running))
         share = self._sets.share(pace)
         num_left = min(budget, share)
         num_running, prompt = len(self._running), self._running.prompt
