@@ -15,14 +15,17 @@ from zinfer.config import resolve_settings
 from zinfer.config.settings import Settings
 from zinfer.model.outline import Outline
 from zinfer.offload.block import Tier
+from zinfer.planning.job_plan import Job, JobPlan
 from zinfer.planning.memory import Request
 from zinfer.planning.mesh_plan import (
     MeshPlan,
     batch_planner,
     expert_meshes_of,
     fastest_mesh,
+    job_planner,
     mesh_table,
     meshes_of,
+    pipeline_meshes_of,
     plan_meshes,
 )
 from zinfer.planning.plan import BatchPlan, Case
@@ -178,6 +181,44 @@ def test_experts_are_listed_for_mixtures_that_can_be_divided(outline: Outline, m
     assert any("device memory" in line for line in lines)
 
 
+@pytest.mark.parametrize(("mesh", "num_layers"), [(Mesh(pipeline=2), 7), (Mesh(pipeline=4, replicas=2), 4)])
+def test_stages_take_the_seconds_of_the_fullest(outline: Outline, mesh: Mesh, num_layers: int) -> None:
+    """Each part of the rows gets a token once all stages have computed its pass, and a part is in each stage."""
+    case = Case(outline, machine_with(2_000_000_000, 10**10, replace(SLOW, links_together=())), FROM_HOST)
+    assert mesh in pipeline_meshes_of(case, mesh.size)
+    request = replace(REQUEST, batch_size=8 * mesh.size)
+    (found,) = plan_meshes(case, [mesh], 1, batch_planner(request))
+    layer_bytes = layers_bytes(outline) // 14
+    pass_s = num_layers * layer_bytes / LINK
+    assert found.tokens_per_s == pytest.approx(mesh.replicas * 8 / pass_s, rel=0.01)
+    alone, rows = batch_plan(found), request.batch_size // mesh.replicas
+    assert alone.prediction.seconds == pytest.approx(mesh.pipeline * request.new_tokens * pass_s, rel=0.01)
+    plan, spec = alone.plan, alone.case.outline.spec
+    assert plan.num_blocks(Tier.HOST) == spec.kv.num_layers == num_layers
+    assert found.host_bytes == pytest.approx(num_layers * layer_bytes + plan.num_staging * plan.staging_bytes, rel=0.01)
+    longest = request.prompt_len + request.new_tokens
+    kv_bytes = rows * longest * outline.spec.kv.token_bytes(outline.dtype) * num_layers / 14
+    assert alone.footprint.kv_bytes == pytest.approx(kv_bytes, rel=0.1), "of all rows"
+    assert fastest_mesh([found]) is None, "for those who ask"
+    assert len(outline.tree.model.layers) == 14, "the outline is left as it was"
+
+
+def test_a_job_keeps_a_part_of_its_rows_in_each_stage(outline: Outline) -> None:
+    case = Case(outline, machine_with(2_000_000_000, 10**10, SLOW), FROM_HOST)
+    job = Job(64, [16], [8])
+    alone, staged = plan_meshes(case, [Mesh(), Mesh(pipeline=2)], 1, job_planner(job))
+    if alone.mesh != Mesh():
+        alone, staged = staged, alone
+    assert isinstance(staged.planned, JobPlan)
+    assert staged.planned.budget.num_sets == 2
+    assert not staged.planned.budget.lends
+    streamed = layers_bytes(outline) / 2 / (TOGETHER / 2)
+    num_passes = staged.planned.simulated.num_passes
+    assert num_passes == 2 * 8, "32 rows at once in each of two passes"
+    assert staged.planned.seconds == pytest.approx(num_passes * streamed, rel=0.02)
+    assert staged.tokens_per_s == pytest.approx(64 * 8 / staged.planned.seconds, rel=0.01)
+
+
 def test_two_hosts_are_twice_as_fast_as_one(outline: Outline) -> None:
     one, two = planned(outline), planned(outline, ranks=4, nodes=2)
     for mesh in (Mesh(zero=2), Mesh(tensor=2)):
@@ -208,8 +249,8 @@ def test_the_command_lists_and_chooses(tmp_path: Path) -> None:
     assert found["ranks"] == 4
     assert found["nodes"] == 2
     assert found["deepspeed_mp_size"] == 1
-    assert len(found["meshes"]) == 3
-    chosen = next(each for each in found["meshes"] if "tensor" not in each["parallel"])
+    assert len(found["meshes"]) == 7
+    chosen = next(each for each in found["meshes"] if not {"tensor", "pipeline"} & each["parallel"].keys())
     assert chosen["parallel"] == found["parallel"]
     assert chosen["tokens_per_s"] == found["tokens_per_s_of_all_ranks"]
     stated = json.loads(
@@ -225,7 +266,7 @@ def test_the_command_lists_and_chooses(tmp_path: Path) -> None:
     ("options", "said"),
     [
         (("--ranks", "3", "--nodes", "2"), "--ranks 3 do not divide among --nodes 2"),
-        (("--ranks", "2", "--parallel", "pipeline=2"), "zinfer.parallel.pipeline: stages are not predicted"),
+        (("--ranks", "16", "--parallel", "pipeline=16"), "a LlamaForCausalLM of 14 layers has only that many stages"),
         (("--ranks", "2", "--parallel", "expert=2"), "zinfer.parallel.expert (ep_size) = 2: a LlamaForCausalLM has no"),
         (("--ranks", "2", "--parallel", "zero"), "--parallel = 'zero': expected sizes of modes, such as replicas=2"),
         (("--ranks", "2", "--parallel", "zero=3"), 'zinfer.parallel = {"zero": 3} needs 3 ranks, and there are 2'),

@@ -48,7 +48,7 @@ class Arranged:
     @property
     def num_groups(self) -> int:
         """Groups of ranks with rows of their own."""
-        return self.case.mesh.size // self.case.mesh.num_dividing
+        return self.case.mesh.num_shares
 
     def table(self) -> "Table":
         """Return the table of the meshes."""
@@ -86,8 +86,7 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
     """Compare the meshes of these ranks, and choose the stated one or the fastest.
 
     Raises:
-        ConfigError: the ranks do not divide among the hosts, the stated sizes do not multiply to their number, or they
-            include stages of a pipeline.
+        ConfigError: the ranks do not divide among the hosts, or the stated sizes do not multiply to their number.
     """
     with importing():
         from zinfer.planning.memory import Request
@@ -98,6 +97,7 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
             job_planner,
             meshes_of,
             of_mesh,
+            pipeline_meshes_of,
             plan_meshes,
         )
         from zinfer.ranks.mesh import Mesh
@@ -109,12 +109,11 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
     hosts = [str(rank * num_hosts // num_ranks) for rank in range(num_ranks)]
     stated = vars(case.settings.parallel)
     mesh, several = Mesh.of(stated, hosts), []
-    if mesh.pipeline > 1:
-        raise ConfigError("zinfer.parallel.pipeline: stages are not predicted; leave it out to plan the other modes")
     if num_ranks > 1:
         planner = batch_planner(work) if isinstance(work, Request) else job_planner(work, is_rough=True)
-        meshes = [*meshes_of(num_ranks, num_hosts), *expert_meshes_of(case, num_ranks, num_hosts)]
-        several = plan_meshes(case, meshes, num_hosts, planner)
+        yielding = expert_meshes_of, pipeline_meshes_of
+        more = [mesh for each in yielding for mesh in each(case, num_ranks, num_hosts)]
+        several = plan_meshes(case, [*meshes_of(num_ranks, num_hosts), *more], num_hosts, planner)
         if not any(stated.values()):
             mesh = fastest_mesh(several) or mesh
     return Arranged(case, of_mesh(case, mesh, num_hosts), several, num_hosts)

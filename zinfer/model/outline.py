@@ -26,6 +26,7 @@ from zinfer.model.context_length import max_positions
 from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.spec import ModelSpec
+from zinfer.model.stage import Stage, StageModel
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, Extent
 from zinfer.quantization.stored import find_stored_scheme
@@ -47,7 +48,7 @@ class Outline:
         dtype: of weights, activations and cache.
         max_positions: number of positions; None without a limit.
         files: the checkpoint's; empty if the weights' layout is made up.
-        tree, weights: the module tree and weights that were partitioned; never changed.
+        tree, weights: the module tree and weights that were partitioned; left as they are.
     """
 
     name: str
@@ -66,6 +67,20 @@ class Outline:
             ConfigError: groups do not divide its matrices.
         """
         return replace(self, blocks=_partition(self.tree, self.weights, quantization, self.folder))
+
+    def of_stage(self, stage: Stage, quantization: Quantization | None = None) -> "Outline":
+        """Return the outline of one stage of a pipeline, which is a shorter model.
+
+        Raises:
+            ConfigError: as `StageModel`; or as `quantized`.
+        """
+        part = StageModel(self.tree, stage)
+        part.apply()
+        try:
+            blocks = _partition(self.tree, part.own(self.weights), quantization, self.folder)
+            return replace(self, blocks=blocks, spec=ModelSpec.of(self.tree))
+        finally:
+            part.undo()
 
     @property
     def folder(self) -> Path:

@@ -186,6 +186,8 @@ class SizedJob:
         outline, machine, settings = case.outline, case.machine, replace(case.settings, batching=batching)
         free_bytes, most = machine.device_memory_bytes, sum(job.longest)
         budget = find_budget(outline.spec, outline.dtype, outline.blocks, settings, machine.limits, free_bytes, most)
+        if case.mesh.num_in_step > 1:  # as such ranks agree
+            budget = replace(budget, num_sets=case.mesh.pipeline, lends=False)
         plan = case.place(case.limits_beside(budget.footprint.dequantizing(outline.plain_blocks)))
         clock = case.clock(plan, is_fused=bool(settings.for_batches(on_cuda=machine.limits.on_cuda).kernel_inject))
         token_bytes = outline.spec.kv.token_bytes(budget.kv_dtype)
@@ -204,19 +206,18 @@ class SizedJob:
         budget, num_rows = self.budget, min(job.num_rows, ROWS_TOGETHER)
         prompt, new = fmean(job.prompt_lens), fmean(job.new_tokens)
         pages = sum(map(self._pages, job.prompt_lens, job.new_tokens)) / len(job.prompt_lens)
-        together = max(min(budget.num_pages / pages, budget.max_sequences, num_rows), 1.0)
+        together, num_sets = max(min(budget.num_pages / pages, budget.max_sequences, num_rows), 1.0), budget.num_sets
         whole = num_rows * (prompt + new)
         most_tokens = self.estimator.most_tokens
-        num_tokens = min(most_tokens, together * (prompt / new + 1))
+        num_tokens = min(most_tokens, together / num_sets * (prompt / new + 1))
         if together == num_rows:  # they all begin at once
-            num_tokens = min(most_tokens, whole)
-        running = min(num_tokens / (prompt / new + 1), together)
+            num_tokens = min(most_tokens, whole / num_sets)
+        running = min(num_tokens / (prompt / new + 1), together / num_sets)
         last = max(job.new_tokens) if budget.order == "arrival" else new
         # While the last sequences end, nothing begins: half as many run on average.
-        num_equal = max(whole - running * last / 2, 0) / num_tokens
-        return num_equal * self._pass_s(num_tokens, running, prompt + new / 2) + last * self._pass_s(
-            running / 2, running / 2, prompt + new / 2
-        )
+        num_equal = max(whole - num_sets * running * last / 2, 0) / num_tokens
+        end_s = num_sets * last * self._pass_s(running / 2, running / 2, prompt + new / 2)
+        return num_equal * self._pass_s(num_tokens, running, prompt + new / 2) + end_s
 
     def check_longest(self, job: Job) -> None:
         """Raise PlanError if the cache does not hold the longest row."""

@@ -1,11 +1,13 @@
-"""How much of a model the fullest of the ranks holds that divide each layer."""
+"""How much of a model the fullest of the ranks holds that divide it: its layers, or each layer."""
 
+from zinfer.config import Settings
 from zinfer.errors import ConfigError
 from zinfer.model.experts import check_ranks
 from zinfer.model.outline import Outline
 from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.heads import can_divide
 from zinfer.model.sharding.plans import EVERYTHING_ELSE, divides_experts, find_plan, is_divided
+from zinfer.model.stage import Stage
 from zinfer.ranks.mesh import Mesh
 
 
@@ -15,6 +17,18 @@ def is_predicted(outline: Outline, mesh: Mesh) -> bool:
     if experts is None or experts.num_experts < mesh.expert or not divides_experts(kind):
         return False
     return is_divided(kind) and can_divide(outline.tree.config.get_text_config(), mesh.num_dividing)
+
+
+def largest_stage(outline: Outline, settings: Settings, count: int) -> Outline:
+    """Return the stage with the most bytes, of so many; the outline itself for one.
+
+    Raises:
+        ConfigError: as `Outline.of_stage`.
+    """
+    if count == 1:
+        return outline
+    stages = [outline.of_stage(Stage(number, count), settings.quantization) for number in range(count)]
+    return max(stages, key=lambda stage: stage.nbytes)
 
 
 def num_devices(outline: Outline, mesh: Mesh) -> float:

@@ -6,10 +6,11 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from zinfer.errors import PlanError
+from zinfer.errors import ConfigError, PlanError
+from zinfer.model.stage import Stage
 from zinfer.planning.job_plan import Job, JobPlan
 from zinfer.planning.job_search import plan_job
-from zinfer.planning.largest_part import is_predicted, num_devices
+from zinfer.planning.largest_part import is_predicted, largest_stage, num_devices
 from zinfer.planning.memory import Footprint, Request
 from zinfer.planning.plan import BatchPlan, Case, plan_batch
 from zinfer.ranks.mesh import Mesh
@@ -27,9 +28,9 @@ class MeshPlan:
 
     Attributes:
         mesh: the arrangement.
-        planned: for a group of ranks that divide each layer, with its part of the rows; None if that does not fit.
+        planned: for a group of ranks that make the same passes, with its part of the rows; None if that does not fit.
         failure: why it does not fit.
-        num_devices: as how many devices a group counts.
+        num_devices: as how many devices ranks count that divide each layer.
     """
 
     mesh: Mesh
@@ -40,7 +41,7 @@ class MeshPlan:
     @property
     def num_groups(self) -> int:
         """Groups of ranks with rows of their own."""
-        return self.mesh.size // self.mesh.num_dividing
+        return self.mesh.num_shares
 
     @property
     def tokens_per_s(self) -> float:
@@ -98,14 +99,27 @@ def expert_meshes_of(case: Case, num_ranks: int, num_hosts: int = 1) -> Iterator
                 yield divided
 
 
+def pipeline_meshes_of(case: Case, num_ranks: int, num_hosts: int = 1) -> Iterator[Mesh]:
+    """Yield the meshes of `meshes_of` with stages of a pipeline for some of the replicas, also across hosts."""
+    try:
+        case.outline.of_stage(Stage(0, 2))
+    except ConfigError:  # a model that stages cannot divide
+        return
+    for mesh in meshes_of(num_ranks, num_hosts):
+        for pipeline in _divisors(mesh.replicas)[1:]:
+            if pipeline <= len(case.outline.layers):
+                yield replace(mesh, replicas=mesh.replicas // pipeline, pipeline=pipeline)
+
+
 def of_mesh(case: Case, mesh: Mesh, num_hosts: int = 1) -> Case:
-    """Return the case of one rank of a mesh on machines as the case's.
+    """Return the case of one rank of a mesh on machines as the case's: of stages, that with the most bytes.
 
     Raises:
-        ConfigError: as `num_devices`.
+        ConfigError: as `largest_stage` and `num_devices`.
     """
-    count = num_devices(case.outline, mesh)
-    return replace(case, machine=case.machine.of_mesh(mesh, num_hosts, case.settings.memory, count), mesh=mesh)
+    outline = largest_stage(case.outline, case.settings, mesh.pipeline)
+    machine = case.machine.of_mesh(mesh, num_hosts, case.settings.memory, num_devices(outline, mesh))
+    return replace(case, outline=outline, machine=machine, mesh=mesh)
 
 
 def plan_meshes(case: Case, meshes: Iterable[Mesh], num_hosts: int, plan: PlanFor) -> list[MeshPlan]:
@@ -123,9 +137,9 @@ def plan_meshes(case: Case, meshes: Iterable[Mesh], num_hosts: int, plan: PlanFo
     for mesh in meshes:
         if mesh.num_dividing > 1 and case.machine.rates.all_reduce_bytes_per_s is None:
             continue
-        own, count = of_mesh(case, mesh, num_hosts), num_devices(case.outline, mesh)
+        own = of_mesh(case, mesh, num_hosts)
         try:
-            found.append(MeshPlan(mesh, plan(own, mesh.size // mesh.num_dividing), num_devices=count))
+            found.append(MeshPlan(mesh, plan(own, mesh.num_shares), num_devices=num_devices(own.outline, mesh)))
         except PlanError as error:
             found.append(MeshPlan(mesh, None, str(error)))
     return sorted(found, key=lambda each: (-each.tokens_per_s, each.mesh.num_dividing, each.mesh.replicas))
@@ -134,10 +148,10 @@ def plan_meshes(case: Case, meshes: Iterable[Mesh], num_hosts: int, plan: PlanFo
 def fastest_mesh(found: Sequence[MeshPlan]) -> Mesh | None:
     """Return the fastest mesh that fits, among those that any model can be run by; None if none does.
 
-    Ranks that divide layers are for those who ask for them: not every family can be divided, and sums in another order
-    round otherwise.
+    Ranks that divide layers, or the model, are for those who ask for them: not every family can be divided, sums in
+    another order round otherwise, and Python launches the passes of stages one by one, which is not predicted.
     """
-    return next((each.mesh for each in found if each.mesh.num_dividing == 1 and each.planned is not None), None)
+    return next((each.mesh for each in found if each.mesh.num_in_step == 1 and each.planned is not None), None)
 
 
 def batch_planner(request: Request) -> PlanFor:
@@ -157,17 +171,13 @@ def deepspeed_mp_size(case: Case) -> int:
 
 def mesh_table(found: Sequence[MeshPlan]) -> Table:
     """Return a table of the meshes, in at most 80 columns."""
-    modes, memory, pad_right = ["replicas", "zero", "tensor"], ("GPU, each", "host, each"), 1
-    if any(each.mesh.expert > 1 for each in found):  # one more column, in as many characters
-        modes, memory, pad_right = ["replicas", "zero", "expert", "tensor"], ("GPU, each", "host"), 0
-    table = Table(title="ways to arrange the ranks", title_justify="left", padding=(0, pad_right, 0, 1))
-    for name in (*modes, "tokens/s", "bound by", *memory):
-        table.add_column(name, justify="left" if name == "bound by" else "right")
+    table = Table(title="ways to arrange the ranks", title_justify="left")
+    for name in ("ranks", "tokens/s", "bound by", "GPU, each", "host, each"):
+        table.add_column(name, justify="left" if name in ("ranks", "bound by") else "right")
     for each in found[:_MOST_ROWS]:
         fits = each.planned is not None
-        numbers = [f"{getattr(each.mesh, mode)}" for mode in modes]
         held = [human_bytes(nbytes) if fits else "" for nbytes in (each.device_bytes, each.host_bytes)]
-        table.add_row(*numbers, f"{each.tokens_per_s:,.1f}" if fits else "", each.bottleneck, *held)
+        table.add_row(str(each.mesh), f"{each.tokens_per_s:,.1f}" if fits else "", each.bottleneck, *held)
     return table
 
 
@@ -182,8 +192,10 @@ def mesh_lines(case: Case, found: Sequence[MeshPlan], num_hosts: int) -> list[st
         lines.append(
             f"no rates of {' and '.join(names)} among these ranks, so {taken}; `zinfer probe --ranks` measures"
         )
+    if any(each.mesh.pipeline > 1 for each in found):
+        lines.append("stages of a pipeline: what they send each other is not counted, nor what Python takes for a pass")
     if num_hosts > 1:
-        lines.append("between machines only replicas are compared: the rate of the network is not known")
+        lines.append("between machines only replicas and stages are compared: the rate of the network is not known")
     return lines
 
 

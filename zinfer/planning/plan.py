@@ -58,6 +58,18 @@ class Case:
             self._work[is_fused] = find_work(self.outline.blocks, replace(self.outline.spec, is_fused=is_fused))
         return PassClock(plan, self._work[is_fused], self.machine.rates, reduced_bytes=self._reduced_bytes)
 
+    def footprint(self, request: Request) -> Footprint:
+        """Return the memory of a request beside the weights."""
+        found = find_footprint(self.outline.spec, self.outline.dtype, request, on_cuda=self.machine.limits.on_cuda)
+        return found.dequantizing(self.outline.plain_blocks)
+
+    def predict(self, plan: Plan, request: Request) -> Prediction:
+        """Predict a batch. Stages compute as many parts of it in turn as there are stages, so none of them waits."""
+        num_parts = self.mesh.pipeline
+        part = request.part(num_parts)
+        found = self.clock(plan).predict(part, self.footprint(part))
+        return replace(found, seconds=num_parts * found.seconds)
+
     @cached_property
     def _work(self) -> dict[bool, tuple[BlockWork, ...]]:
         """The work of a pass by ``is_fused``, for many plans of one case."""
@@ -121,9 +133,7 @@ def plan_batch(case: Case, request: Request) -> BatchPlan:
 
 
 def _plan_batch(case: Case, request: Request) -> BatchPlan:
-    outline, machine = case.outline, case.machine
-    footprint = find_footprint(outline.spec, outline.dtype, request, on_cuda=machine.limits.on_cuda)
-    footprint = footprint.dequantizing(outline.plain_blocks)
+    footprint = case.footprint(request)
     limits = case.limits_beside(footprint)
     plan = _place(case, limits, footprint)
     return BatchPlan(
@@ -132,7 +142,7 @@ def _plan_batch(case: Case, request: Request) -> BatchPlan:
         limits=limits,
         footprint=footprint,
         plan=plan,
-        prediction=case.clock(plan).predict(request, footprint),
+        prediction=case.predict(plan, request),
     )
 
 

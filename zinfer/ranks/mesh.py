@@ -134,9 +134,14 @@ class Mesh:
         return self.ranks_in(("pipeline", *DIVIDING), rank)
 
     @property
+    def num_in_step(self) -> int:
+        """The number of ranks that compute the same passes."""
+        return self.pipeline * self.num_dividing
+
+    @property
     def num_shares(self) -> int:
         """The number of groups of ranks that each compute rows of their own."""
-        return self.size // len(self.ranks_in_step(0))
+        return self.size // self.num_in_step
 
     def share_of(self, rank: int) -> int:
         """Return the number of a rank's group among those that compute rows of their own."""
