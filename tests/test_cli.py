@@ -243,6 +243,21 @@ def test_help_and_version_import_nothing_heavy() -> None:
     assert re.fullmatch(r"\[0, 0\] zinfer \d+\.\d+\.\d+\n\[\]\n", child.stdout)
 
 
+@pytest.mark.parametrize(
+    ("stated", "wanted"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+)
+def test_threads_are_told_how_to_wait_before_torch_is_imported(stated: dict[str, str], wanted: str) -> None:
+    code = (
+        "import os, sys, zinfer.cli.app; cli = sys.modules['zinfer.cli.app']; "
+        "cli.app = lambda: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules) or sys.exit(); cli.main()"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment | stated
+    )
+    assert child.stdout == f"{wanted} False\n"
+
+
 def test_dir_lists_the_public_names_and_imports_nothing() -> None:
     code = "import sys, zinfer; print(dir(zinfer) == sorted(zinfer.__all__), 'torch' in sys.modules)"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
