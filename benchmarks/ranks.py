@@ -87,7 +87,7 @@ class Runs:
 
     def __init__(self, folder: Path, num_ranks: int, is_small: bool, is_compiled: bool) -> None:
         self._folder, self._num_ranks, self._is_small, self._is_compiled = folder, num_ranks, is_small, is_compiled
-        self._compiled = set[tuple[str, str]]()
+        self._compiled = set[tuple[str, str, int]]()
 
     def probe(self) -> dict[str, Any]:
         """Return the rates of the ranks together."""
@@ -98,16 +98,19 @@ class Runs:
 
     def together(self, job: Job) -> dict[str, Any]:
         """Run a job on all GPUs, with compiled kernels on the disk; ``cold_s`` says what it took without."""
-        key = (job.model, job.weights)
-        if self._is_compiled or job.homes is None or key in self._compiled:
-            return self._bench(job, self._num_ranks)
-        self._compiled.add(key)
-        cold = self._bench(job, self._num_ranks)
-        return self._bench(job, self._num_ranks) | {"cold_s": cold["seconds"]}
+        return self._compiled_bench(job, self._num_ranks)
 
     def alone(self, job: Job) -> dict[str, Any]:
-        """Run a job on one GPU."""
-        return self._bench(job, 1)
+        """Run a job on one GPU; as `together`."""
+        return self._compiled_bench(job, 1)
+
+    def _compiled_bench(self, job: Job, num_ranks: int) -> dict[str, Any]:
+        key = (job.model, job.weights, num_ranks if job.mode == "tensor" else 1)  # which kernels depend on
+        if self._is_compiled or job.homes is None or key in self._compiled:
+            return self._bench(job, num_ranks)
+        self._compiled.add(key)
+        cold = self._bench(job, num_ranks)
+        return self._bench(job, num_ranks) | {"cold_s": cold["seconds"]}
 
     def _bench(self, job: Job, num_ranks: int) -> dict[str, Any]:
         homes = {} if job.homes is None else {"zero_optimization": {"offload_param": {"device": job.homes}}}
