@@ -14,6 +14,7 @@ from zinfer.errors import ConfigError
 from zinfer.model.build import find_dtype
 from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.sharding import Sharding
+from zinfer.model.shorter_model import ShorterModel
 from zinfer.model.stage import StageModel
 from zinfer.model.weight_matching import match_weights
 from zinfer.quantization.stored import find_stored_scheme
@@ -23,7 +24,7 @@ from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.ranks.stage_exchange import StageExchange
 from zinfer.store.saved_parts import KEY, SavedPart, find_part, list_parts, save_part
 
-Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings, Sharding | None, StageModel | None], PreparedModel]
+Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings, Sharding | None, ShorterModel | None], PreparedModel]
 
 
 class Division:
@@ -124,7 +125,7 @@ class Division:
         """Let the part exchange with those of the other ranks, before anything else hooks into the module."""
         if self._ranks is not None and prepared.sharding is not None:
             self._ends.append(ShardHooks(module, prepared.sharding, self._ranks).remove)
-        if self._exchange is not None and prepared.part is not None:
+        if self._exchange is not None and isinstance(prepared.part, StageModel):
             self.stages = StageHooks(module, prepared.part, self._exchange)
             self._ends.append(self.stages.remove)
 

@@ -18,7 +18,7 @@ from zinfer.model.leaf_modules import warn_of_missing
 from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.quantized_forms import check_patterns
 from zinfer.model.sharding.sharding import Sharding
-from zinfer.model.stage import StageModel
+from zinfer.model.shorter_model import ShorterModel
 from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchFile
@@ -49,7 +49,7 @@ class PreparedModel:
         wanted_packs: layers that could share a matrix product, if kernels are to be injected.
         module_file: the file that weights from memory were written to, for blocks on disk.
         sharding: how the module was divided, if it holds one rank's shard of each layer.
-        part: how the module was cut down, if it holds one stage's layers.
+        part: how the module was cut down, if it holds some of the layers.
     """
 
     module: PreTrainedModel
@@ -60,7 +60,7 @@ class PreparedModel:
     wanted_packs: tuple[FusionGroup, ...]
     module_file: ModuleFile | None = None
     sharding: Sharding | None = None
-    part: StageModel | None = None
+    part: ShorterModel | None = None
 
     @classmethod
     def of(
@@ -69,13 +69,13 @@ class PreparedModel:
         checkpoint: Checkpoint | None,
         settings: Settings,
         sharding: Sharding | None = None,
-        part: StageModel | None = None,
+        part: ShorterModel | None = None,
     ) -> "PreparedModel":
         """Partition a module whose weights are in a checkpoint or in memory.
 
         Args:
             sharding: divides the module, which then has the rank's shapes.
-            part: cuts the module down to the stage's layers.
+            part: cuts the module down to some of its layers.
 
         Raises:
             CheckpointError: the checkpoint lacks weights of the module, or the module's layers cannot be found.

@@ -24,7 +24,7 @@ from zinfer.model.build import find_dtype, report_device
 from zinfer.model.dtype import warn_of_overflow
 from zinfer.model.partition import ModelBlock
 from zinfer.model.sharding.sharding import Sharding
-from zinfer.model.stage import StageModel
+from zinfer.model.shorter_model import ShorterModel
 from zinfer.model.weight_matching import load_buffers
 from zinfer.nvme.aligned import align_down, align_up
 from zinfer.nvme.file_identity import FileIdentity
@@ -70,7 +70,7 @@ class RandomWeights:
         checkpoint: Checkpoint | None,
         settings: Settings,
         sharding: Sharding | None = None,
-        part: StageModel | None = None,
+        part: ShorterModel | None = None,
     ) -> PreparedModel:
         """Write the file, and partition the module into blocks that are read from it.
 

@@ -1,19 +1,16 @@
 """`StageModel`: a module tree with one stage's part of the layers, for pipeline parallelism.
 
-[Note: a stage is a shorter model]
-Layers of other stages leave the module's list, so they are neither read nor homed, and nothing calls them. The config
-states the number and kinds of the layers that are left, and these are numbered from 0; so caches, pages and budgets are
-those of the stage alone. Names of parameters stay those of the whole model.
+Layers of other stages leave the module, as `ShorterModel` describes.
 
 Embeddings are on the first stage, the head and what follows the layers in the tree on the last; elsewhere modules
 without weights stand for them. Their outputs are not used: the stage's first layer gets the hidden states of the stage
 before. Other modules in front of the layers, such as OPT's projections, are small and stay on every stage.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, Final, TypeVar
+from functools import cache
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,11 +20,9 @@ from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
 from zinfer.model.batching_support import check_family
 from zinfer.model.layers import find_layers
+from zinfer.model.shorter_model import ShorterModel
 
 _KEY: Final = "zinfer.parallel.pipeline"
-_BY_LAYER: Final = ("layer_types", "mlp_layer_types")
-"""Members of a config with an entry for each layer."""
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class Stage:
         return self.number == self.count - 1
 
 
-class StageModel:
+class StageModel(ShorterModel):
     """Cuts a model down to one stage's layers with `apply`, until `undo`; reads no weights.
 
     Args:
@@ -55,9 +50,6 @@ class StageModel:
         stage: the stage.
         classes: of modules that are layers too.
 
-    Attributes:
-        layers: the stage's own, by name.
-
     Raises:
         ConfigError: the model cannot be divided so, or has fewer layers than there are stages.
     """
@@ -65,64 +57,15 @@ class StageModel:
     def __init__(self, model: PreTrainedModel, stage: Stage, classes: Sequence[BlockClass] = ()) -> None:
         _check(model)
         self.stage = stage
-        self._model = model
         layers = find_layers(model, classes)
-        self._list = _list_of(model, layers)
         if len(layers) < stage.count:
             raise ConfigError(
                 f"{_KEY} is {stage.count}, but a {type(model).__name__} of {len(layers)} layers has only that many "
                 f"stages; set it to {len(layers)} at most, and replicas for the other ranks"
             )
         sizes = [sum(each.nbytes for each in layer.parameters()) for layer in layers.values()]
-        self._begin, self._end = divide(sizes, stage.count)[stage.number]
-        self._num_layers = len(layers)
-        self.layers = dict(list(layers.items())[self._begin : self._end])
-        self._absent = dict(_absent_modules(model, layers, stage))
-        self._undone: list[Callable[[], object]] = []
-
-    def apply(self) -> None:
-        """Cut the model down; call it once, or again after `undo`."""
-        assert not self._undone, "the model is a stage already"
-        own = set(self.layers.values())
-        self._replace(self._list, {key: layer for key, layer in self._list._modules.items() if layer in own})
-        for path, stand_in in self._absent.items():
-            parent, _, leaf = path.rpartition(".")
-            module = self._model.get_submodule(parent)
-            self._replace(module, {**module._modules, leaf: stand_in})
-        for layer in self.layers.values():
-            for module in layer.modules():
-                if isinstance(number := vars(module).get("layer_idx"), int):
-                    self._set(module, "layer_idx", number - self._begin)
-        config: Any = self._model.config.get_text_config(decoder=True)
-        for name in _BY_LAYER:
-            values = getattr(config, name, None)
-            if isinstance(values, list | tuple) and len(values) == self._num_layers:
-                self._set(config, name, values[self._begin : self._end])
-        self._set(config, "num_hidden_layers", len(self.layers))
-
-    def undo(self) -> None:
-        """Give the model all its modules again; parameters are left. Idempotent."""
-        while self._undone:
-            self._undone.pop()()
-
-    def own(self, weights: Mapping[str, _T]) -> dict[str, _T]:
-        """Return what is given by the names of parameters and buffers, for those that the stage has."""
-        held = self._model.state_dict(keep_vars=True)
-        return {name: weight for name, weight in weights.items() if name in held}
-
-    def _replace(self, parent: nn.Module, modules: Mapping[str, nn.Module | None]) -> None:
-        self._undone.append(partial(_hold, parent, dict(parent._modules)))
-        _hold(parent, modules)
-
-    def _set(self, target: Any, name: str, value: object) -> None:
-        self._undone.append(partial(setattr, target, name, getattr(target, name)))
-        setattr(target, name, value)
-
-
-def _hold(parent: nn.Module, modules: Mapping[str, nn.Module | None]) -> None:
-    """Give a module these submodules, in this order."""
-    parent._modules.clear()
-    parent._modules.update(modules)
+        absent = dict(_absent_modules(model, layers, stage))
+        super().__init__(model, layers, divide(sizes, stage.count)[stage.number], absent)
 
 
 def divide(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:
@@ -191,14 +134,6 @@ def _check(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(model.get_input_embeddings(), nn.Embedding):
         raise ConfigError(f"{_KEY}: a {type(model).__name__} has no embedding or no linear head to put on a stage")
-
-
-def _list_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.ModuleList:
-    paths = {name.rpartition(".")[0] for name in layers}
-    found = model.get_submodule(next(iter(paths)))
-    if len(paths) != 1 or not isinstance(found, nn.ModuleList) or len(found) != len(layers):
-        raise ConfigError(f"{_KEY}: the layers of a {type(model).__name__} are not one list, which stages divide")
-    return found
 
 
 def _absent_modules(
