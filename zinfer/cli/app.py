@@ -19,6 +19,7 @@ from zinfer.cli.probe import probe
 from zinfer.cli.quantize import quantize
 from zinfer.cli.run import run
 from zinfer.cli.serve import replica, serve
+from zinfer.cli.warmup import warmup
 
 _SPINS: Final = ("GOMP_SPINCOUNT", "1000")
 
@@ -35,6 +36,7 @@ app.command()(plan)
 app.command()(bench)
 app.command()(serve)
 app.command()(chat)
+app.command()(warmup)
 app.command(hidden=True)(replica)
 app.command()(quantize)
 app.command()(families)

@@ -22,6 +22,7 @@ from zinfer.engine.division import Division, Prepare
 from zinfer.engine.enforced_cap import EnforcedCap
 from zinfer.engine.estimator import PassEstimator
 from zinfer.engine.interrupts import deferred
+from zinfer.engine.kernel_cache import ensure_kernel_cache
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.runtime import Runtime, check_trace
 from zinfer.engine.stated_groups import check_groups
@@ -102,6 +103,8 @@ class StreamedModel:
         limits = find_limits(settings, group.num_local if group else 1)
         self.settings = settings
         self.device = limits.device
+        if self.device.type == "cuda":
+            ensure_kernel_cache()
         with ExitStack() as owned:  # a failure deletes the files written so far
             ranks = ModelRanks(group, self.device, mesh) if group else None
             if ranks is not None:

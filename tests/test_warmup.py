@@ -1,0 +1,87 @@
+"""Kernels are compiled ahead by passes of a few layers, and a job finds them."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from checkpoints import tiny_checkpoint, tiny_mixtral
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from zinfer.cli import app
+from zinfer.engine import kernel_cache
+from zinfer.jobs.warmup import warm_up
+from zinfer.model.shorter_model import ShorterModel
+
+ON_CPU = {"zinfer": {"device": "cpu"}}
+
+
+def test_layers_of_each_kind_are_computed(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path / "llama", num_layers=6)
+    files = sorted(folder.iterdir())
+    done = warm_up(folder, ON_CPU)
+    assert (done.num_layers, done.num_all) == (1, 6)
+    assert done.num_passes >= 20, "down to one row"
+    assert done.num_tokens > 1000
+    tiny_mixtral().save_pretrained(tmp_path / "mixtral")
+    assert warm_up(tmp_path / "mixtral", ON_CPU).num_layers == 1
+    assert sorted(folder.iterdir()) == files
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "num_layers"),
+    [
+        ("gemma2", {"num_hidden_layers": 4}, 2),  # of which every second has a window
+        ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 2}, 3),
+        ("opt", {"num_hidden_layers": 4}, 1),
+    ],
+)
+def test_kinds_are_told_by_the_config_and_by_shapes(kind: str, changes: dict[str, Any], num_layers: int) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes))
+    shorter = ShorterModel.of_each_kind(model)
+    whole = list(model.state_dict())
+    assert len(shorter.layers) == num_layers
+    shorter.apply()
+    assert model.config.num_hidden_layers == num_layers
+    assert 0 < len(model.state_dict()) < len(whole)
+    shorter.undo()
+    assert list(model.state_dict()) == whole
+
+
+def test_ranks_traces_and_packed_weights_are_left_out(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path / "llama", num_layers=2)
+    (tmp_path / "packed").mkdir()
+    own = {"device": "cpu", "parallel": {"tensor": 2}, "trace": str(tmp_path / "t.json"), "quantization": {"bits": 8}}
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / "packed")}
+    config = {"zinfer": own, "zero_optimization": {"offload_param": offload}, "tensor_parallel": {"tp_size": 2}}
+    assert warm_up(folder, config).num_passes > 0
+    assert not list((tmp_path / "packed").iterdir())
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_the_command_needs_a_gpu(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path / "llama", num_layers=2)
+    (tmp_path / "ds.json").write_text(json.dumps(ON_CPU))
+    result = CliRunner().invoke(app, ["warmup", "--model", str(folder), "--config", str(tmp_path / "ds.json")])
+    assert result.exit_code == 2
+    assert "kernels are compiled for a GPU, and this job would run on the CPU" in " ".join(result.stderr.split())
+
+
+def test_a_job_runs_where_kernels_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(logging.getLogger("zinfer"), "propagate", True)
+    kernel_cache.ensure_kernel_cache.cache_clear()
+    kernel_cache.ensure_kernel_cache()
+    assert "compiled kernels cannot be kept there (Not a directory); set TRITON_CACHE_DIR" in caplog.text
+    assert kernel_cache.check_kernel_cache().is_dir()
+    kernel_cache.ensure_kernel_cache.cache_clear()
+    kernel_cache.ensure_kernel_cache()
+    assert len(caplog.records) == 1

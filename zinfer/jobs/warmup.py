@@ -1,0 +1,146 @@
+"""Compile the kernels of a model ahead, by passes of a few of its layers: `zinfer warmup`."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import PreTrainedModel
+
+from zinfer.batching.llm import LLM
+from zinfer.checkpoint import Checkpoint
+from zinfer.config import Settings
+from zinfer.config.source import config_keys
+from zinfer.engine.kernel_cache import check_kernel_cache
+from zinfer.engine.prepare import PreparedModel
+from zinfer.model.sharding.sharding import Sharding
+from zinfer.model.shorter_model import ShorterModel
+from zinfer.requests.prompt_encoder import PromptLike
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.units import duration
+
+_MOST_PROMPT: Final = 256  # tokens
+_MOST_NEW: Final = 40  # so that batches shrink from many rows to one
+_OF_RANKS: Final = (
+    *("tensor_parallel", "mp_size", "training_mp_size", "mpu", "save_mp_checkpoint_path"),
+    *("moe", "ep_size"),
+)
+_PASSES_OF_PROMPTS: Final = 1.5  # one that is full, and one of prompts and rows that continue
+
+
+@dataclass(frozen=True)
+class WarmedUp:
+    """What was done.
+
+    Attributes:
+        num_layers: that were computed, one of each kind at least, of ``num_all``.
+        num_passes, num_tokens: passes, and tokens that they computed.
+        seconds: that they took, with compiling.
+        folder: where compiled kernels are kept.
+    """
+
+    num_layers: int
+    num_all: int
+    num_passes: int
+    num_tokens: int
+    seconds: float
+    folder: Path
+
+    def __str__(self) -> str:
+        layers = f"{self.num_layers} of {self.num_all} layers"
+        passes = f"{self.num_passes} passes of {layers} over {self.num_tokens:,} tokens"
+        return f"{passes} took {duration(self.seconds)}; compiled kernels are kept in {self.folder}"
+
+
+def warm_up(
+    model: str | os.PathLike[str],
+    config: str | os.PathLike[str] | Mapping[str, object] | None = None,
+    *,
+    int8_kv_cache: bool = False,
+) -> WarmedUp:
+    """Compute passes of prompts, of prompts beside rows that continue, and of such rows alone, from many to one.
+
+    Kernels depend on widths, dtypes and formats, which the first layers of each kind show, and on how many tokens a
+    pass has. Triton keeps what it has compiled; a job with the same model, versions and kind of GPU finds it there.
+
+    Args:
+        model: a checkpoint folder.
+        config: of the jobs to come. Ranks, trace, guesses and the folder for packed weights are left out.
+        int8_kv_cache: in place of the configuration's.
+
+    Raises:
+        ConfigError: compiled kernels cannot be kept, or as `LLM`.
+        CheckpointError, PlanError: as `LLM`.
+    """
+    folder, few = check_kernel_cache(), _FewLayers()
+    dtype = {"kv_cache_dtype": "int8"} if int8_kv_cache else {}
+    with LLM(model, _alone(config_keys(config), dtype), prepare=few.prepare) as llm:
+        begin_s = time.perf_counter()
+        prompts, params = _requests(llm)
+        failed = [each.error for each in llm.generate(prompts, params) if each.error is not None]
+        assert not failed, failed[0]
+        seconds = time.perf_counter() - begin_s
+        return WarmedUp(few.num_layers, few.num_all, llm.num_passes, llm.num_tokens, seconds, folder)
+
+
+def _requests(llm: LLM) -> tuple[list[PromptLike], list[SamplingParams]]:
+    """Return prompts for more than a pass, as far as the KV cache holds them, each with its number of new tokens."""
+    budget, most = llm.batching, llm.limits.most_tokens or _MOST_PROMPT + _MOST_NEW
+    prompt_len = min(_MOST_PROMPT, most // 2)
+    most_new = min(_MOST_NEW, most - prompt_len)
+    num_fitting = budget.num_pages * budget.page_size // (prompt_len + most_new + budget.page_size)
+    num_wanted = round(_PASSES_OF_PROMPTS * budget.tokens_per_pass / prompt_len)
+    numbers = range(max(min(num_wanted, num_fitting, budget.max_sequences), 1))
+    prompts: list[PromptLike] = [
+        {"prompt_token_ids": [(number + place) % llm.vocab_size for place in range(prompt_len)]} for number in numbers
+    ]
+    params = [
+        SamplingParams(max_new_tokens=1 + number % most_new, ignore_eos=True, temperature=number % 2, seed=1)
+        for number in numbers
+    ]
+    return prompts, params
+
+
+class _FewLayers:
+    """Prepares a model with the first layers of each kind alone.
+
+    Attributes:
+        num_layers, num_all: layers that are left, and all.
+    """
+
+    num_layers = num_all = 0
+
+    def prepare(
+        self,
+        module: PreTrainedModel,
+        checkpoint: Checkpoint | None,
+        settings: Settings,
+        sharding: Sharding | None,
+        part: ShorterModel | None,
+    ) -> PreparedModel:
+        """As `PreparedModel.of`."""
+        shorter = ShorterModel.of_each_kind(module, settings.block_classes)
+        self.num_layers, self.num_all = len(shorter.layers), shorter.num_all
+        return PreparedModel.of(module, checkpoint, settings, sharding, shorter)
+
+
+def _alone(given: Mapping[str, object], stated: Mapping[str, object]) -> dict[str, Any]:
+    """Return a configuration without what concerns ranks, files that are written, and guesses by another model.
+
+    Args:
+        stated: keys of the section ``zinfer`` that come before the given ones.
+    """
+    left = {name: value for name, value in given.items() if name not in _OF_RANKS}
+    own, zero = left.get("zinfer", {}), left.get("zero_optimization")
+    if isinstance(own, Mapping):
+        kept = {key: value for key, value in own.items() if key not in ("parallel", "trace", "draft_model")}
+        left["zinfer"] = {**kept, **stated}
+    offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    if (
+        isinstance(zero, Mapping) and isinstance(offload, Mapping) and "nvme_path" in offload
+    ):  # nothing is written there
+        kept = {key: value for key, value in offload.items() if key != "nvme_path"}
+        left["zero_optimization"] = {**zero, "offload_param": {**kept, "device": "cpu"}}
+    return left
