@@ -49,8 +49,8 @@ def open_graphs(
         hindrance = "graphs need a CUDA device"
     elif not can_capture:
         hindrance = (
-            "what ranks exchange within a pass is captured only for zinfer.parallel.tensor, among GPUs that copy from "
-            "each other's memory"
+            "what ranks exchange within a pass is captured only for zinfer.parallel.tensor, in an LLM, among GPUs that "
+            "copy from each other's memory"
         )
     elif settings.check_finite:
         hindrance = "zinfer.check_finite looks at every layer"

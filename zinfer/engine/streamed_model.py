@@ -132,9 +132,8 @@ class StreamedModel:
             self._began_s: float | None = None
             self._ended: Event | None = None  # of the last call, on the device; None while one runs
             self.trace = trace or (Trace() if settings.trace else None)
-            graphs = open_graphs(
-                self.plan, settings, self.device, by_default=replays_passes, can_capture=division.can_capture()
-            )
+            can_capture = division.can_capture() if replays_passes else not division.exchanges
+            graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes, can_capture=can_capture)
             self.pass_graphs = graphs if replays_passes else None
             self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)
             division.connect(self.module, prepared)
