@@ -243,8 +243,10 @@ class SizedJob:
             PlanError: a sequence does not fit the cache even alone; or the job certainly takes more than ``most_s``.
         """
         estimator, num_batches = self.estimator, job.num_rows / min(job.num_rows, ROWS_TOGETHER)
-        most_passes = most_s / num_batches / self._pass_s(1, 1, 1)
-        simulated = estimator.of_passes(simulations.under(self.budget, estimator.order, most_passes))
+        repeats = simulations.repeats(self.budget)
+        most_passes = most_s / num_batches / repeats / self._pass_s(1, 1, 1)
+        passes = simulations.under(self.budget, estimator.order, most_passes)
+        simulated = estimator.of_passes(passes).repeated(repeats)
         seconds = simulated.seconds * num_batches
         return JobPlan(
             self.case, self.batching, self.budget, self.plan, job, simulated, seconds, simulations, estimator

@@ -46,6 +46,14 @@ class JobPrediction:
     most_together: int
     busy_s: Mapping[str, float]
 
+    def repeated(self, times: float) -> "JobPrediction":
+        """Return the prediction of as many passes again and again."""
+        if times == 1:
+            return self
+        busy_s = {name: seconds * times for name, seconds in self.busy_s.items()}
+        num_passes = round(self.num_passes * times)
+        return replace(self, seconds=self.seconds * times, num_passes=num_passes, busy_s=busy_s)
+
     def __str__(self) -> str:
         return (
             f"{duration(self.seconds)}, {self.num_passes:,} passes of {self.tokens_per_pass:,.0f} tokens "
@@ -170,10 +178,10 @@ def simulate(
         budget: budget of pages and tokens.
         window: as for `Scheduler`.
         order: of every pass.
-        most_passes: more are not of interest.
+        most_passes: more are not of interest; one more is returned then.
 
     Raises:
-        PlanError: a sequence does not fit the cache even alone, or there are too many passes.
+        PlanError: a sequence does not fit the cache even alone.
     """
     # Prompts share no prefix, and hashing pages takes most of the time, so try without prefix sharing. But a preempted
     # sequence may find its own pages when it resumes: then simulate again with sharing.
@@ -201,7 +209,7 @@ def _passes(
         if scheduler.has_preempted and not shares:
             return []
         if len(sizes) > most_passes:
-            raise PlanError(f"more than {most_passes:,.0f} passes")
+            break
         if coming is not None:
             sizes.append(coming.size)
             scheduler.advance(coming)
@@ -217,12 +225,15 @@ class Simulations:
     """Simulates one job under several budgets, and reuses results.
 
     A sample of every n-th row is simulated in an n-th of the cache, the sequences and the tokens of a pass, and its
-    passes are n times as large: they are those of all rows. If no pass reaches its token limit, a larger limit gives
-    the same passes.
+    passes are n times as large: they are those of all rows. Where an n-th of the cache holds no row, or an n-th of
+    the sequences is no whole number of them, a larger part is taken, and its passes are repeated. If no pass reaches
+    its token limit, a larger limit gives the same passes.
 
     Args:
         prompt_lens, new_tokens, window: as for `simulate`; ``window`` is also an attribute.
         scale: rows for each row of the sample, 1 or more.
+
+    ``num_passes``: passes simulated so far.
     """
 
     def __init__(
@@ -232,38 +243,53 @@ class Simulations:
         self._new_tokens = new_tokens
         self._scale = scale
         self._longest = max(map(sum, zip(prompt_lens, new_tokens, strict=True)))
-        self.window = window
+        self.window, self.num_passes = window, 0
         # Passes with their token limit, by everything else that affects passes.
         self._found: dict[tuple[object, ...], list[tuple[int, list[PassSize]]]] = {}
 
     def under(self, budget: BatchingBudget, order: PassOrder = USUAL, most_passes: float = math.inf) -> list[PassSize]:
-        """Return the passes under a budget, all by one order; raises like `simulate`."""
-        budget = self._part_of(budget)
+        """Return the passes under a budget, all by one order; raises like `simulate`, and for too many passes."""
+        scale = self._scale_under(budget)
+        budget = self._part_of(budget, scale)
         if order.most_tokens is not None:
-            order = PassOrder(max(round(order.most_tokens / self._scale), 1))
+            order = PassOrder(max(round(order.most_tokens / scale), 1))
         pages = (budget.num_pages, budget.page_size, budget.most_swapped_pages)
         found = self._found.setdefault((*pages, budget.max_sequences, budget.order, budget.lends, order), [])
         limit = budget.tokens_per_pass
         for other, passes in found:
             if limit == other or max(size.num_tokens for size in passes) < other < limit:
-                return self._whole(passes)
+                return _scaled(passes, scale)
         passes = simulate(self._prompt_lens, self._new_tokens, budget, self.window, order, most_passes)
+        self.num_passes += len(passes)
+        if len(passes) > most_passes:
+            raise PlanError(f"more than {most_passes:,.0f} passes")
         found.append((limit, passes))
-        return self._whole(passes)
+        return _scaled(passes, scale)
 
-    def _part_of(self, budget: BatchingBudget) -> BatchingBudget:
+    def repeats(self, budget: BatchingBudget) -> float:
+        """Return how often the passes under a budget are repeated for all rows."""
+        return self._scale / self._scale_under(budget)
+
+    def _scale_under(self, budget: BatchingBudget) -> float:
+        """Return what part of a budget the sample runs in: its cache holds the longest row, its sequences are whole."""
+        most = max(min(self._scale, budget.num_pages / self._pages_alone(budget), budget.tokens_per_pass), 1.0)
+        return max(budget.max_sequences / math.ceil(budget.max_sequences / most), 1.0)
+
+    def _pages_alone(self, budget: BatchingBudget) -> int:
+        return min(-(-self._longest // budget.page_size) + 1, budget.num_pages)
+
+    def _part_of(self, budget: BatchingBudget, scale: float) -> BatchingBudget:
         """Return the part of a budget for the sample; a sequence that fits alone still does."""
-        if self._scale == 1:
+        if scale == 1:
             return budget
-        alone = min(-(-self._longest // budget.page_size) + 1, budget.num_pages)
         return replace(
             budget,
-            num_pages=max(int(budget.num_pages / self._scale), alone),
-            max_sequences=max(round(budget.max_sequences / self._scale), 1),
-            tokens_per_pass=max(round(budget.tokens_per_pass / self._scale), 1),
+            num_pages=max(int(budget.num_pages / scale), self._pages_alone(budget)),
+            max_sequences=round(budget.max_sequences / scale),
+            tokens_per_pass=round(budget.tokens_per_pass / scale),
         )
 
-    def _whole(self, passes: list[PassSize]) -> list[PassSize]:
-        if self._scale == 1:
-            return passes
-        return [PassSize(*(round(number * self._scale) for number in size)) for size in passes]
+
+def _scaled(passes: list[PassSize], scale: float) -> list[PassSize]:
+    """Return passes so many times as large."""
+    return passes if scale == 1 else [PassSize(*(round(number * scale) for number in size)) for size in passes]
