@@ -74,14 +74,18 @@ class Job:
         """Return the part of one group of ranks, of so many groups."""
         return replace(self, num_rows=-(-self.num_rows // count))
 
-    def sample(self, most_steps: int) -> "Sample":
+    def sample(self, most_steps: int, fewest: int = _FEWEST_SIMULATED) -> "Sample":
         """Return rows that stand for those that share passes, as many as are simulated in so many steps.
 
         Rows are repeated if there are too few.
+
+        Args:
+            most_steps: of a sequence.
+            fewest: rows, whatever they take.
         """
         together = min(self.num_rows, ROWS_TOGETHER)
         row_steps = fmean(self.new_tokens) + _ADMISSION_STEPS
-        count = min(together, max(_FEWEST_SIMULATED, int(most_steps / row_steps)))
+        count = min(together, max(fewest, int(most_steps / row_steps)))
         places = [number % len(self.prompt_lens) for number in range(count)]
         rows = Job(self.num_rows, [self.prompt_lens[i] for i in places], [self.new_tokens[i] for i in places])
         return Sample(rows, together / count, int(row_steps * count))
@@ -200,24 +204,6 @@ class SizedJob:
     def parts(self) -> DeviceParts:
         """What takes the device's memory."""
         return parts_beside(self.case, self.budget, self.plan)
-
-    def estimate(self, job: Job) -> float:
-        """Return roughly the seconds of a batch, without simulating it: of equal passes, and of those at the end."""
-        budget, num_rows = self.budget, min(job.num_rows, ROWS_TOGETHER)
-        prompt, new = fmean(job.prompt_lens), fmean(job.new_tokens)
-        pages = sum(map(self._pages, job.prompt_lens, job.new_tokens)) / len(job.prompt_lens)
-        together, num_sets = max(min(budget.num_pages / pages, budget.max_sequences, num_rows), 1.0), budget.num_sets
-        whole = num_rows * (prompt + new)
-        most_tokens = self.estimator.most_tokens
-        num_tokens = min(most_tokens, together / num_sets * (prompt / new + 1))
-        if together == num_rows:  # they all begin at once
-            num_tokens = min(most_tokens, whole / num_sets)
-        running = min(num_tokens / (prompt / new + 1), together / num_sets)
-        last = max(job.new_tokens) if budget.order == "arrival" else new
-        # While the last sequences end, nothing begins: half as many run on average.
-        num_equal = max(whole - num_sets * running * last / 2, 0) / num_tokens
-        end_s = num_sets * last * self._pass_s(running / 2, running / 2, prompt + new / 2)
-        return num_equal * self._pass_s(num_tokens, running, prompt + new / 2) + end_s
 
     def check_longest(self, job: Job) -> None:
         """Raise PlanError if the cache does not hold the longest row."""

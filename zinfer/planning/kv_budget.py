@@ -28,10 +28,10 @@ from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.waiting_queue import Order
 from zinfer.units import human_bytes
 
-_PAGE_SIZE: Final = 64
+PAGE_SIZE: Final = 64
 _PARKED_SHARE: Final = 4  # one in four of the cache's pages
 _MOST_PARKED_BYTES: Final = 4 << 30
-_DTYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+KV_DTYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 _KV_SHARE: Final = 0.3  # of the device, beside resident weights; of free memory on a CPU
 _NUM_SLOTS: Final = 3
@@ -140,7 +140,7 @@ def find_budget(
         PlanError: not even one page fits, or a stated size exceeds the memory.
     """
     stated = settings.batching
-    page_size = stated.kv_page_size or _PAGE_SIZE
+    page_size = stated.kv_page_size or PAGE_SIZE
     if page_size & (page_size - 1):
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
     free_bytes, is_bounded = limits.within_cap(free_bytes), limits.on_cuda or limits.cap_bytes is not None
@@ -157,7 +157,7 @@ def find_budget(
         on_cuda=limits.on_cuda,
         replays=limits.on_cuda and settings.cuda_graph is not False and not hosted,
     )
-    kv_dtype = _DTYPES.get(stated.kv_cache_dtype, dtype)
+    kv_dtype = KV_DTYPES.get(stated.kv_cache_dtype, dtype)
     if hosted:
         kv_bytes = HostShare.find(blocks, settings, limits).pages_bytes(spec.kv, free_bytes, stated.kv_cache_memory)
     elif stated.kv_cache_memory is not None:

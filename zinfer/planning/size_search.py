@@ -1,0 +1,94 @@
+"""`SizeSearch`: finds the fastest sizes of a job in one form of the KV cache, by simulations. Pure."""
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+from zinfer.planning.job_plan import JobPlan
+from zinfer.planning.size_space import CORNER, FEW_SEQUENCES, Point, SizeSpace, in_other_order, near, spread
+from zinfer.planning.trials import Trials
+
+_NUM_SPREAD: Final = 48
+_SPREAD_STEPS: Final = 300_000  # of simulations: about a second
+_FEWEST_SPREAD: Final = 16  # however long they take
+_NUM_KEPT: Final = 3
+_NUM_ROUGH: Final = 8  # points tried around each of them, or half as many if they take long
+_ROUGH_STEPS: Final = 50_000
+_NUM_FINE: Final = 24
+_WIDTH: Final = 0.3
+_WIDER: Final = 1.4  # after a faster point
+_NARROWER: Final = 0.9  # after one that is not
+
+
+class SizeSearch:
+    """The search in one form of the KV cache: wide with few rows, then near the best points, at last with more rows.
+
+    Args:
+        space: the sizes.
+        few: trials with few rows.
+        more: trials with more rows; their plans are returned.
+
+    ``best_s``: the seconds of the best point with few rows; infinite: nothing fits.
+    """
+
+    def __init__(self, space: SizeSpace, few: Trials, more: Trials) -> None:
+        self._space, self._few, self._more = space, few, more
+        self._kept: list[Point] = []
+        self.best_s = math.inf
+
+    def look_wide(self) -> None:
+        """Try points of the whole space, evenly spread; the fewer, the longer their simulations take."""
+        tried: list[Point] = []
+        for point in (CORNER, FEW_SEQUENCES, *spread(_NUM_SPREAD)):
+            if len(tried) < _FEWEST_SPREAD or self._few.num_steps < _SPREAD_STEPS:
+                self._seconds(point, self._few)
+                tried.append(point)
+        self._keep(tried)
+
+    def look_near(self) -> None:
+        """Try points near the best ones."""
+        self._keep([self._improved(point, self._few, _NUM_ROUGH, _ROUGH_STEPS) for point in self._kept])
+
+    def fastest(self, most_steps: int, most_s: float) -> JobPlan | None:
+        """Return the fastest plan; None: no point fits with more rows.
+
+        Args:
+            most_steps: of simulations near the best point.
+            most_s: if the best point takes more, others near it are not tried.
+        """
+        starts = [each for point in self._kept for each in (point, in_other_order(point))]
+        best = self._best(starts, self._more)
+        if self._seconds(best, self._more) <= most_s:
+            best = self._improved(best, self._more, _NUM_FINE, most_steps)
+        return self._more.find(self._space.sizes(best))
+
+    def with_other_passes(self, best: JobPlan) -> list[JobPlan]:
+        """Return the best plan with other tokens a pass, if any was tried."""
+        size = best.batching.tokens_per_pass
+        others = [each for each in self._more.plans if each.batching.tokens_per_pass != size]
+        return sorted(others, key=lambda planned: planned.seconds)[:1]
+
+    def _keep(self, points: Iterable[Point]) -> None:
+        """Keep the best points, of those with the same sizes one."""
+        by_sizes = {self._space.sizes(point): point for point in points}
+        ordered = sorted(by_sizes.values(), key=lambda point: self._seconds(point, self._few))
+        self._kept, self.best_s = ordered[:_NUM_KEPT], self._seconds(ordered[0], self._few)
+
+    def _improved(self, point: Point, trials: Trials, count: int, most_steps: int) -> Point:
+        """Return a point that is as fast or faster: look around it, then around each faster one, ever nearer."""
+        width, most_steps = _WIDTH, trials.num_steps + most_steps
+        for number in range(count):
+            if number >= count // 2 and trials.num_steps > most_steps:
+                break
+            other = near(point, number, width)
+            if self._seconds(other, trials) < self._seconds(point, trials):
+                point, width = other, width * _WIDER
+            else:
+                width *= _NARROWER
+        return point
+
+    def _best(self, points: Iterable[Point], trials: Trials) -> Point:
+        return min(points, key=lambda point: self._seconds(point, trials))
+
+    def _seconds(self, point: Point, trials: Trials) -> float:
+        return trials.seconds(self._space.sizes(point))
