@@ -26,8 +26,6 @@ _FEW_STEPS: Final = 3_000  # of a simulation with few rows: about 8 ms and what 
 _FEW_ROWS: Final = 32
 _SAMPLE_STEPS: Final = 12_000
 _ROUGH_SAMPLE_STEPS: Final = 6_000
-_FINE_STEPS: Final = 400_000  # of the last simulations in a form
-_ROUGHLY_FINE_STEPS: Final = 40_000
 _LEAST_GAIN: Final = 1.02  # for which a cache in host memory, or in another dtype, is chosen
 # Times the seconds of the best form: others are not searched further, after each stage with few rows, then with more.
 _MOST_BEHIND_WIDE: Final = 1.6
@@ -62,7 +60,9 @@ def plan_forms(case: Case, job: Job, *, is_rough: bool = False) -> list[JobPlan]
         (each, Simulations(each.rows.prompt_lens, each.rows.new_tokens, window, each.scale)) for each in samples
     )
     forms = list(_forms(case))
-    searches = [SizeSearch(SizeSpace(form, job), Trials(form, *few), Trials(form, *more)) for form in forms]
+    searches = [
+        SizeSearch(SizeSpace(form, job), Trials(form, *few), Trials(form, *more), is_rough=is_rough) for form in forms
+    ]
     for look, most_behind in ((SizeSearch.look_wide, _MOST_BEHIND_WIDE), (SizeSearch.look_near, _MOST_BEHIND_NEAR)):
         for search in searches:
             look(search)
@@ -71,7 +71,7 @@ def plan_forms(case: Case, job: Job, *, is_rough: bool = False) -> list[JobPlan]
     found: list[tuple[JobPlan, SizeSearch]] = []
     for search in sorted(searches, key=lambda search: search.best_s):
         most_s = min((planned.seconds for planned, _ in found), default=math.inf) * _MOST_BEHIND
-        planned = search.fastest(_ROUGHLY_FINE_STEPS if is_rough else _FINE_STEPS, most_s)
+        planned = search.fastest(most_s)
         found += [] if planned is None else [(planned, search)]
     if not found:
         return [_usual(forms[0], *more)]

@@ -9,12 +9,15 @@ from zinfer.planning.size_space import CORNER, FEW_SEQUENCES, Point, SizeSpace, 
 from zinfer.planning.trials import Trials
 
 _NUM_SPREAD: Final = 48
+_NUM_ROUGHLY_SPREAD: Final = 24
 _SPREAD_STEPS: Final = 300_000  # of simulations: about a second
 _FEWEST_SPREAD: Final = 16  # however long they take
 _NUM_KEPT: Final = 3
 _NUM_ROUGH: Final = 8  # points tried around each of them, or half as many if they take long
 _ROUGH_STEPS: Final = 50_000
 _NUM_FINE: Final = 24
+_FINE_STEPS: Final = 400_000
+_ROUGHLY_FINE_STEPS: Final = 40_000
 _WIDTH: Final = 0.3
 _WIDER: Final = 1.4  # after a faster point
 _NARROWER: Final = 0.9  # after one that is not
@@ -27,19 +30,22 @@ class SizeSearch:
         space: the sizes.
         few: trials with few rows.
         more: trials with more rows; their plans are returned.
+        is_rough: try fewer points.
 
     ``best_s``: the seconds of the best point with few rows; infinite: nothing fits.
     """
 
-    def __init__(self, space: SizeSpace, few: Trials, more: Trials) -> None:
+    def __init__(self, space: SizeSpace, few: Trials, more: Trials, *, is_rough: bool) -> None:
         self._space, self._few, self._more = space, few, more
+        self._num_spread = _NUM_ROUGHLY_SPREAD if is_rough else _NUM_SPREAD
+        self._fine_steps = _ROUGHLY_FINE_STEPS if is_rough else _FINE_STEPS
         self._kept: list[Point] = []
         self.best_s = math.inf
 
     def look_wide(self) -> None:
         """Try points of the whole space, evenly spread; the fewer, the longer their simulations take."""
         tried: list[Point] = []
-        for point in (CORNER, FEW_SEQUENCES, *spread(_NUM_SPREAD)):
+        for point in (CORNER, FEW_SEQUENCES, *spread(self._num_spread)):
             if len(tried) < _FEWEST_SPREAD or self._few.num_steps < _SPREAD_STEPS:
                 self._seconds(point, self._few)
                 tried.append(point)
@@ -49,17 +55,16 @@ class SizeSearch:
         """Try points near the best ones."""
         self._keep([self._improved(point, self._few, _NUM_ROUGH, _ROUGH_STEPS) for point in self._kept])
 
-    def fastest(self, most_steps: int, most_s: float) -> JobPlan | None:
+    def fastest(self, most_s: float) -> JobPlan | None:
         """Return the fastest plan; None: no point fits with more rows.
 
         Args:
-            most_steps: of simulations near the best point.
             most_s: if the best point takes more, others near it are not tried.
         """
         starts = [each for point in self._kept for each in (point, in_other_order(point))]
         best = self._best(starts, self._more)
         if self._seconds(best, self._more) <= most_s:
-            best = self._improved(best, self._more, _NUM_FINE, most_steps)
+            best = self._improved(best, self._more, _NUM_FINE, self._fine_steps)
         return self._more.find(self._space.sizes(best))
 
     def with_other_passes(self, best: JobPlan) -> list[JobPlan]:
