@@ -20,7 +20,7 @@ _FINE_STEPS: Final = 400_000
 _ROUGHLY_FINE_STEPS: Final = 40_000
 _WIDTH: Final = 0.3
 _WIDER: Final = 1.4  # after a faster point
-_NARROWER: Final = 0.9  # after one that is not
+_NARROWER: Final = 0.85  # after one that is not
 
 
 class SizeSearch:
