@@ -23,9 +23,8 @@ from zinfer.units import duration
 
 _MOST_PROMPT: Final = 256  # tokens
 _MOST_NEW: Final = 40  # so that batches shrink from many rows to one
-_OF_RANKS: Final = (
-    *("tensor_parallel", "mp_size", "training_mp_size", "mpu", "save_mp_checkpoint_path"),
-    *("moe", "ep_size"),
+_OF_RANKS: Final = frozenset(
+    ["tensor_parallel", "mp_size", "training_mp_size", "mpu", "moe", "ep_size", "save_mp_checkpoint_path"]
 )
 _PASSES_OF_PROMPTS: Final = 1.5  # one that is full, and one of prompts and rows that continue
 
@@ -137,10 +136,13 @@ def _alone(given: Mapping[str, object], stated: Mapping[str, object]) -> dict[st
     if isinstance(own, Mapping):
         kept = {key: value for key, value in own.items() if key not in ("parallel", "trace", "draft_model")}
         left["zinfer"] = {**kept, **stated}
-    offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
-    if (
-        isinstance(zero, Mapping) and isinstance(offload, Mapping) and "nvme_path" in offload
-    ):  # nothing is written there
-        kept = {key: value for key, value in offload.items() if key != "nvme_path"}
-        left["zero_optimization"] = {**zero, "offload_param": {**kept, "device": "cpu"}}
+    if isinstance(zero, Mapping):
+        left["zero_optimization"] = {**zero, "offload_param": _without_files(zero.get("offload_param"))}
     return left
+
+
+def _without_files(offload: object) -> object:
+    """Return ``offload_param`` for a run that writes no packed weights: they stay in host memory."""
+    if not isinstance(offload, Mapping) or "nvme_path" not in offload:
+        return offload
+    return {key: value for key, value in offload.items() if key != "nvme_path"} | {"device": "cpu"}
