@@ -18,6 +18,7 @@ _ROUGH_STEPS: Final = 50_000
 _NUM_FINE: Final = 24
 _FINE_STEPS: Final = 400_000
 _ROUGHLY_FINE_STEPS: Final = 40_000
+_NUM_HALVINGS: Final = 6
 _WIDTH: Final = 0.3
 _WIDER: Final = 1.4  # after a faster point
 _NARROWER: Final = 0.85  # after one that is not
@@ -64,7 +65,7 @@ class SizeSearch:
         starts = [each for point in self._kept for each in (point, in_other_order(point))]
         best = self._best(starts, self._more)
         if self._seconds(best, self._more) <= most_s:
-            best = self._improved(best, self._more, _NUM_FINE, self._fine_steps)
+            best = self._filled(self._improved(best, self._more, _NUM_FINE, self._fine_steps), self._more)
         return self._more.find(self._space.sizes(best))
 
     def with_other_passes(self, best: JobPlan) -> list[JobPlan]:
@@ -90,6 +91,22 @@ class SizeSearch:
                 point, width = other, width * _WIDER
             else:
                 width *= _NARROWER
+        return point
+
+    def _filled(self, point: Point, trials: Trials) -> Point:
+        """Return the point with the largest cache that still leaves all weights on the device, if they are there.
+
+        The best cache ends at that cliff, and steps of all sizes stop short of it.
+        """
+        planned, most = trials.find(self._space.sizes(point)), 1.0
+        if planned is None or planned.plan.streamed_bytes:
+            return point
+        for _ in range(_NUM_HALVINGS):
+            other = ((point[0] + most) / 2, *point[1:])
+            if self._seconds(other, trials) < self._seconds(point, trials):
+                point = other
+            else:
+                most = other[0]
         return point
 
     def _best(self, points: Iterable[Point], trials: Trials) -> Point:
