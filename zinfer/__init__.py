@@ -1,6 +1,7 @@
 """Runs models that do not fit in GPU memory: weights stream from disk and host memory while the layers compute."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -47,6 +48,13 @@ _HOMES: Final = {
     "quantize_transformer": "zinfer.model.quantize_in_place",
     "QuantizationConfig": "zinfer.config.quantization_rules",
 }
+
+
+# OpenMP's threads spin for a millisecond in each of torch's operators while they wait for each other, also for one that
+# another session's or container's programs keep from running: small operators then take 40 times as long. On idle cores
+# a thousand spins are as fast. torch reads this when it is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str) -> Any:

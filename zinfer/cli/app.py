@@ -3,9 +3,7 @@
 Heavy packages are imported inside the commands, so that `--help` and `--version` answer at once.
 """
 
-import os
-from collections.abc import MutableMapping
-from typing import Annotated, Final, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -20,8 +18,6 @@ from zinfer.cli.quantize import quantize
 from zinfer.cli.run import run
 from zinfer.cli.serve import replica, serve
 from zinfer.cli.warmup import warmup
-
-_SPINS: Final = ("GOMP_SPINCOUNT", "1000")
 
 app = typer.Typer(
     help="Runs models that do not fit in GPU memory.",
@@ -57,20 +53,8 @@ def _root(
     pass
 
 
-def spare_cores(environment: MutableMapping[str, str]) -> None:
-    """Let torch's threads sleep soon while they wait for each other, unless the environment says how they wait.
-
-    By default they spin for a millisecond in each operator. Where other programs take some of the cores, threads spin
-    for one that is not running: 40 times as long for small operators, on two cores of which one was free. On idle cores
-    a thousand spins are as fast. Must be called before torch is imported.
-    """
-    if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault(*_SPINS)
-
-
 def main() -> NoReturn:
     """Entry point of the console script."""
-    spare_cores(os.environ)
     protect_streams()
     app()
     raise AssertionError("typer ends the process itself")
