@@ -127,5 +127,5 @@ def _list_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.ModuleList
     paths = {name.rpartition(".")[0] for name in layers}
     found = model.get_submodule(next(iter(paths)))
     if len(paths) != 1 or not isinstance(found, nn.ModuleList) or len(found) != len(layers):
-        raise ConfigError(f"the layers of a {type(model).__name__} are not one list, which could be cut")
+        raise ConfigError(f"the layers of a {type(model).__name__} are not one list, of which some could stay")
     return found

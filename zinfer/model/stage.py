@@ -65,7 +65,10 @@ class StageModel(ShorterModel):
             )
         sizes = [sum(each.nbytes for each in layer.parameters()) for layer in layers.values()]
         absent = dict(_absent_modules(model, layers, stage))
-        super().__init__(model, layers, divide(sizes, stage.count)[stage.number], absent)
+        try:
+            super().__init__(model, layers, divide(sizes, stage.count)[stage.number], absent)
+        except ConfigError as error:
+            raise ConfigError(f"{_KEY}: {error}") from error
 
 
 def divide(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:
