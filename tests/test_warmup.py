@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from zinfer.cli import app
 from zinfer.engine import kernel_cache
+from zinfer.errors import JobError
 from zinfer.jobs.warmup import warm_up
 from zinfer.model.shorter_model import ShorterModel
 
@@ -62,6 +63,14 @@ def test_ranks_traces_and_packed_weights_are_left_out(tmp_path: Path) -> None:
     assert warm_up(folder, config).num_passes > 0
     assert not list((tmp_path / "packed").iterdir())
     assert not (tmp_path / "t.json").exists()
+
+
+def test_layers_without_finite_outputs_are_an_error(tmp_path: Path) -> None:
+    model = tiny_mixtral()
+    torch.nn.init.constant_(model.model.layers[0].input_layernorm.weight, torch.inf)
+    model.save_pretrained(tmp_path / "broken")
+    with pytest.raises(JobError, match="its first layers cannot be computed alone, so it is not warmed up: "):
+        warm_up(tmp_path / "broken", ON_CPU)
 
 
 def test_the_command_needs_a_gpu(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ def warmup(
     """Compile the kernels that a model needs on this GPU, so that its first job does not wait for them.
 
     Reads the first layers of the model, one of each kind at least. Compiled kernels are kept by Triton, for these
-    versions of zinfer, Triton and the driver. Exit codes: 0 done, 2 unusable input, 130 Ctrl-C, 143 SIGTERM.
+    versions of zinfer, Triton and the driver. Exit codes: 0 done, 1 error, 2 unusable input, 130 Ctrl-C,
+    143 SIGTERM.
     """
     with exit_on_error(), raise_on_signals():
         with importing():

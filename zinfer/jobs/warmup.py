@@ -15,6 +15,7 @@ from zinfer.config import Settings
 from zinfer.config.source import config_keys
 from zinfer.engine.kernel_cache import check_kernel_cache
 from zinfer.engine.prepare import PreparedModel
+from zinfer.errors import JobError
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.shorter_model import ShorterModel
 from zinfer.requests.prompt_encoder import PromptLike
@@ -72,6 +73,7 @@ def warm_up(
     Raises:
         ConfigError: compiled kernels cannot be kept, or as `LLM`.
         CheckpointError, PlanError: as `LLM`.
+        JobError: the passes failed, as where the layers' outputs are not finite.
     """
     folder, few = check_kernel_cache(), _FewLayers()
     dtype = {"kv_cache_dtype": "int8"} if int8_kv_cache else {}
@@ -79,7 +81,8 @@ def warm_up(
         begin_s = time.perf_counter()
         prompts, params = _requests(llm)
         failed = [each.error for each in llm.generate(prompts, params) if each.error is not None]
-        assert not failed, failed[0]
+        if failed:
+            raise JobError(f"{model}: its first layers cannot be computed alone, so it is not warmed up: {failed[0]}")
         seconds = time.perf_counter() - begin_s
         return WarmedUp(few.num_layers, few.num_all, llm.num_passes, llm.num_tokens, seconds, folder)
 
