@@ -128,8 +128,11 @@ class Stalls:
         return seconds
 
     def note_wait(self, transfer: Transfer, begin_s: float) -> None:
-        """Add the time since ``begin_s``, in which compute waited for the transfer."""
-        waited_s = time.perf_counter() - begin_s
+        """Add the time since ``begin_s``, in which compute waited for the transfer, and so no lane for compute."""
+        now_s = time.perf_counter()
+        waited_s = now_s - begin_s
+        if self._full_since_s is not None:
+            self._full_since_s += now_s - max(begin_s, self._full_since_s)
         loading_s = min(max(transfer.loaded_at_s - begin_s, 0.0), waited_s) if transfer.source.staged else 0.0
         self._seconds["disk" if transfer.source.tier is Tier.DISK else "host"] += loading_s
         self._seconds["link"] += waited_s - loading_s

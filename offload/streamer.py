@@ -128,13 +128,13 @@ class Streamer:
             self.serve(turn.block)
 
     def _wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
-        begin_s = time.perf_counter()
         prefetched = self._is_here(block.index)
         if not prefetched:
             self._make_room()
             self.prefetch(block)
         self._order.use(block.index)
         self._look_ahead()
+        begin_s = time.perf_counter()
         use = self._wait_until_sent(block, prefetched)
         self._stalls.note_wait(use.transfer, begin_s)
         begin = use.transfer.target.stream.join(use.transfer.sent())
