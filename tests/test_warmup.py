@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 import triton
 from checkpoints import tiny_checkpoint, tiny_mixtral
+from jobs_support import letters_model, prompt_rows, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -94,3 +98,21 @@ def test_a_job_runs_where_kernels_cannot_be_kept(
     kernel_cache.ensure_kernel_cache.cache_clear()
     kernel_cache.ensure_kernel_cache()
     assert len(caplog.records) == 1
+
+
+@pytest.mark.gpu
+def test_a_job_finds_its_kernels_compiled(tmp_path: Path) -> None:
+    letters_model(tmp_path / "model", num_layers=4)
+    write_rows(tmp_path / "in.jsonl", prompt_rows(40))
+    kernels = tmp_path / "kernels"
+
+    def compiled_after(*words: str) -> set[str]:
+        command = [sys.executable, "-m", "zinfer", *words, "--model", "model"]
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(kernels)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return {str(path.relative_to(kernels)) for path in kernels.rglob("*.cubin")}
+
+    ahead = compiled_after("warmup")
+    assert ahead
+    assert compiled_after("run", "--input", "in.jsonl", "--output", "out.jsonl", "--ranks", "1") == ahead
