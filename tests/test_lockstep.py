@@ -273,7 +273,7 @@ def parting(rank: int, folder: Path) -> list[str]:
                 llm.generate(prompt, max_new_tokens=60, ignore_eos=True)
             told.append("done")
         except Exception as error:
-            told.append(f"{type(error).__name__}: {error}")
+            told.append(f"{type(error).__name__}: {error}" + (f" from {error.__cause__}" if error.__cause__ else ""))
 
     with in_lockstep(folder, 2) as (llm, _):
         if rank == 1:
@@ -306,7 +306,7 @@ def boom(*_: Any) -> None:
 def test_ranks_that_part_are_told_why(folder: Path) -> None:
     first, second = run_ranks(2, parting, folder)
     host = socket.gethostname()
-    closed = "RuntimeError: this LLM was closed; make a new one"
+    closed = "RuntimeError: this LLM was closed; make a new one from boom"
     parted = (
         f"RankError: rank 1 on {host} made another pass, or drew other tokens, than rank 0 on {host}; give all ranks "
         "the same files, software and kind of device"
@@ -325,7 +325,9 @@ def test_ranks_that_part_are_told_why(folder: Path) -> None:
         closed,
         parted,
     ]
-    assert second[6] in ("FloatingPointError: boom", closed), "closed, if it fails in a call of rank 0 before its own"
+    assert second[6] in ("FloatingPointError: boom", closed), (
+        "closed by its failure, if that was in a call of rank 0 before its own"
+    )
 
 
 def lasting(rank: int, folder: Path, notes: Path) -> str:
