@@ -16,6 +16,7 @@ from jobs_support import letters_model, prompt_rows, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from zinfer.batching.ragged import BatchBuilder, RaggedBatch
 from zinfer.cli import app
 from zinfer.engine import kernel_cache
 from zinfer.errors import JobError
@@ -35,6 +36,22 @@ def test_layers_of_each_kind_are_computed(tmp_path: Path) -> None:
     tiny_mixtral().save_pretrained(tmp_path / "mixtral")
     assert warm_up(tmp_path / "mixtral", ON_CPU).num_layers == 1
     assert sorted(folder.iterdir()) == files
+
+
+def test_passes_have_all_sizes_and_kinds_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, batches = tiny_checkpoint("llama", tmp_path / "llama", num_layers=2), list[RaggedBatch]()
+    build = BatchBuilder.build
+
+    def noted(*given: Any, **options: Any) -> RaggedBatch:
+        batches.append(build(*given, **options))
+        return batches[-1]
+
+    monkeypatch.setattr(BatchBuilder, "build", noted)
+    warm_up(folder, {"zinfer": {**ON_CPU["zinfer"], "tokens_per_pass": 600, "max_sequences": 20}})
+    sizes = {batch.num_tokens for batch in batches}
+    assert sizes >= {600, *range(1, 11), 300, 150, 75, 37, 18}
+    firsts = {batch.parts[0].layout.num_decodes for batch in batches}
+    assert firsts > {None, 0, 1, 10}, "decodes alone, prompts alone, both, and a prompt of one token behind others"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -79,30 +79,45 @@ def warm_up(
     dtype = {"kv_cache_dtype": "int8"} if int8_kv_cache else {}
     with LLM(model, _alone(config_keys(config), dtype), prepare=few.prepare) as llm:
         begin_s = time.perf_counter()
-        prompts, params = _requests(llm)
-        failed = [each.error for each in llm.generate(prompts, params) if each.error is not None]
-        if failed:
-            raise JobError(f"{model}: its first layers cannot be computed alone, so it is not warmed up: {failed[0]}")
+        for prompts, params in _requests(llm):
+            llm.reset_prefix_cache()  # so that all tokens are computed
+            failed = [each.error for each in llm.generate(prompts, params) if each.error is not None]
+            if failed:
+                raise JobError(
+                    f"{model}: its first layers cannot be computed alone, so it is not warmed up: {failed[0]}"
+                )
         seconds = time.perf_counter() - begin_s
         return WarmedUp(few.num_layers, few.num_all, llm.num_passes, llm.num_tokens, seconds, folder)
 
 
-def _requests(llm: LLM) -> tuple[list[PromptLike], list[SamplingParams]]:
-    """Return prompts for more than a pass, as far as the KV cache holds them, each with its number of new tokens."""
+def _requests(llm: LLM) -> Iterator[tuple[list[PromptLike], list[SamplingParams]]]:
+    """Yield calls: prompts for more than a pass with their numbers of new tokens, then passes of fewer tokens.
+
+    One of the first prompts is a single token, for the kernels of passes whose chunks of one token are not in front.
+    """
     budget, most = llm.batching, llm.limits.most_tokens or _MOST_PROMPT + _MOST_NEW
     prompt_len = min(_MOST_PROMPT, most // 2)
     most_new = min(_MOST_NEW, most - prompt_len)
     num_fitting = budget.num_pages * budget.page_size // (prompt_len + most_new + budget.page_size)
-    num_wanted = round(_PASSES_OF_PROMPTS * budget.tokens_per_pass / prompt_len)
-    numbers = range(max(min(num_wanted, num_fitting, budget.max_sequences), 1))
-    prompts: list[PromptLike] = [
-        {"prompt_token_ids": [(number + place) % llm.vocab_size for place in range(prompt_len)]} for number in numbers
-    ]
-    params = [
-        SamplingParams(max_new_tokens=1 + number % most_new, ignore_eos=True, temperature=number % 2, seed=1)
-        for number in numbers
-    ]
-    return prompts, params
+    num_most = max(min(num_fitting, budget.max_sequences), 1)
+    num_wanted = min(max(round(_PASSES_OF_PROMPTS * budget.tokens_per_pass / prompt_len), 3), num_most)
+    yield (
+        [_prompt(llm, number, 1 if number == 1 else prompt_len) for number in range(num_wanted)],
+        [
+            SamplingParams(max_new_tokens=1 + number % most_new, ignore_eos=True, temperature=number % 2, seed=1)
+            for number in range(num_wanted)
+        ],
+    )
+    num_tokens = min(budget.tokens_per_pass, num_most * prompt_len)
+    while (num_tokens := num_tokens // 2) > 1:
+        lengths = [min(prompt_len, num_tokens - begin) for begin in range(0, num_tokens, prompt_len)]
+        prompts = [_prompt(llm, number, length) for number, length in enumerate(lengths)]
+        yield prompts, [SamplingParams(max_new_tokens=1, ignore_eos=True)] * len(prompts)
+
+
+def _prompt(llm: LLM, number: int, length: int) -> PromptLike:
+    """Return a prompt that begins like no other one."""
+    return {"prompt_token_ids": [(number + place) % llm.vocab_size for place in range(length)]}
 
 
 class _FewLayers:
