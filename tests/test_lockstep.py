@@ -272,8 +272,10 @@ def parting(rank: int, folder: Path) -> list[str]:
             for _ in range(num_calls):
                 llm.generate(prompt, max_new_tokens=60, ignore_eos=True)
             told.append("done")
-        except Exception as error:
-            told.append(f"{type(error).__name__}: {error}" + (f" from {error.__cause__}" if error.__cause__ else ""))
+        except (RankError, FloatingPointError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        except RuntimeError as error:
+            told.append(f"RuntimeError: {error} from {error.__cause__}")
 
     with in_lockstep(folder, 2) as (llm, _):
         if rank == 1:
