@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 from checkpoints import random_prompts, tiny_checkpoint, tiny_mixtral
 from engines import config_for
 from family_models import CASES, Tensors, family_inputs, family_model, forward_inputs, outputs_of
-from ranks_support import Failed, Ranks, run_ranks
+from ranks_support import Failed, Ranks, run_ranks, wait_for_all
 from transformers import AutoModelForCausalLM
 
 import zinfer
 from zinfer.errors import RankError
 from zinfer.offload.stats import RunStats
+from zinfer.ranks.group import join_group
 from zinfer.ranks.open_models import fail_models, failing_together
+from zinfer.ranks.rank_watch import RankWatch
 
 Job = tuple[Path, dict[str, Any], Tensors]
 HOMES = ("cpu", "nvme", "none")
@@ -245,12 +248,40 @@ def test_a_lost_rank_ends_the_others(
     assert f"rank {lost}" in said, said
 
 
+def idle(rank: int, begun: Path) -> str:
+    """Computes nothing until another rank fails; silence is no sign."""
+    failed = threading.Event()
+    group = join_group("cpu")
+    assert group is not None
+    with patch("zinfer.ranks.rank_watch.SILENCE_S", 3600):
+        watch = RankWatch(group, "idle")
+        watch.on_failure(lambda _: failed.set())
+        (begun / str(rank)).touch()
+        failed.wait()
+    return str(watch.failure)
+
+
+@pytest.mark.parametrize(("lost", "told"), [(0, "is gone, which all ranks need"), (1, "ended or was killed")])
+def test_a_lost_rank_is_missed_also_where_nothing_is_gathered(tmp_path: Path, lost: int, told: str) -> None:
+    with Ranks(2, idle, tmp_path) as ranks:
+        ranks.wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+        ranks.kill(lost)
+        said = ranks.result_of(1 - lost)
+    assert f"rank {lost}" in said
+    assert told in said
+
+
 def paced(rank: int, folder: Path, num_calls: int) -> tuple[int, int]:
-    """Equal numbers of calls after pauses that differ by rank; returns the bytes gathered, and those of one pass."""
+    """Equal numbers of calls, the first at once and others after pauses that differ by rank.
+
+    Returns the bytes gathered, and those of one pass.
+    """
     engine = zinfer.init_inference(folder, config("cpu"))
     try:
+        wait_for_all()
+        engine(**inputs_of(rank))
         with patch("zinfer.engine.rank_service._GAP_S", 60.0):  # no machine is too slow for the next call
-            for _ in range(num_calls):
+            for _ in range(num_calls - 1):
                 time.sleep(0.01 + 0.04 * rank)
                 engine(**inputs_of(rank))
         return engine.stats().gathered_bytes, engine.stats().streamed_bytes_per_pass
@@ -259,7 +290,7 @@ def paced(rank: int, folder: Path, num_calls: int) -> tuple[int, int]:
 
 
 def test_passes_stay_in_step_when_calls_have_pauses(llama: Path) -> None:
-    """Once they are: the first may begin while the other rank has not called yet."""
+    """Once they are: one of the first calls may be over before the other one begins."""
     num_calls = 8
     for gathered_bytes, pass_bytes in run_ranks(2, paced, llama, num_calls):
         assert num_calls <= gathered_bytes / pass_bytes < num_calls + 2

@@ -131,11 +131,14 @@ class RankWatch:
                 if self._news.has("failed"):
                     self._hear()
                     return
+                ended = self._group.roll_call.lost_ranks()  # before the beats, which a rank that leaves adds to first
                 now_s, beats = time.monotonic(), self._beats(self._news)
                 heard = [then if then[0] == beat else (beat, now_s) for then, beat in zip(heard, beats, strict=True)]
+                lost = [rank for rank in ended if beats[rank] < _LEFT]
                 silent = [rank for rank, (beat, at_s) in enumerate(heard) if beat < _LEFT and now_s - at_s > SILENCE_S]
-                if silent:
-                    self._news.set_once("failed", f"{self.name_of(silent[0])} has not answered for {SILENCE_S} s")
+                if lost or silent:
+                    why = "ended or was killed" if lost else f"has not answered for {SILENCE_S} s"
+                    self._news.set_once("failed", f"{self.name_of((lost or silent)[0])} {why}")  # if it told nothing
                     self._hear()
                     return
         except RankError as error:

@@ -123,6 +123,11 @@ class RollCall:
             self._changed.wait_for(lambda: self._lost, timeout_s)
             return "; ".join(self._lost.values()) or None
 
+    def lost_ranks(self) -> frozenset[int]:
+        """Return the ranks whose processes have ended."""
+        with self._changed:
+            return frozenset(self._lost)
+
     def _wait_ready(self, others: Iterable[int]) -> None:
         """Wait until all ranks are ready, as `join` does."""
         now_s = time.monotonic()

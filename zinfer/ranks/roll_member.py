@@ -99,6 +99,10 @@ class RollMember:
         except (EOFError, OSError):
             return f"rank 0 of {self._own.size} ended or was killed"
 
+    def lost_ranks(self) -> frozenset[int]:
+        """Return none: rank 0 sees the others' ends, and its store tells of them."""
+        return frozenset()
+
     def _search(self) -> None:
         """Try the ports of rank 0 in turn."""
         while not self._is_over.is_set():
