@@ -68,7 +68,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("importlib.") in ("import_module", "__import__"):
             target = node.args[0] if node.args else None
             yield node.lineno, target.value if isinstance(target, ast.Constant) else "a computed name"
 
@@ -124,6 +124,7 @@ def test_imports_point_down(room: str) -> None:
         ("engine", "def late():\n    from zinfer.batching.llm import LLM", False),
         ("engine", "import zinfer", False),
         ("engine", 'import importlib\nimportlib.import_module("nvme.reader")', False),
+        ("engine", 'from importlib import import_module\nimport_module("nvme.reader")', False),
         ("engine", "from zinfer.nvme.reader import Reader", True),
         ("jobs", "from zinfer import __version__", True),
         ("cli", "from zinfer.batching.llm import LLM", True),
