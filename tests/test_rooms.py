@@ -47,6 +47,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "config": ("zinfer.config", "zinfer.checkpoint", "zinfer.kernels", "zinfer.errors", "torch"),
 }
 """All that these rooms may import besides the standard library."""
+IMPORTERS = ("importlib.import_module", "import_module", "__import__")
 
 
 def sources(room: str) -> dict[str, Path]:
@@ -68,7 +69,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("importlib.") in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in IMPORTERS:
             target = node.args[0] if node.args else None
             yield node.lineno, target.value if isinstance(target, ast.Constant) else "a computed name"
 
