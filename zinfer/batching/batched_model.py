@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +49,8 @@ from zinfer.scheduling.speculation import Speculation
 
 log = logging.getLogger("zinfer")
 
+BesideLoad = Callable[[DeviceParts, BatchingBudget], AbstractContextManager[object]]
+
 
 class BatchedModel:
     """A model that computes ragged batches: what it holds, what it counts, and what it is predicted to take.
@@ -56,7 +58,7 @@ class BatchedModel:
     Args:
         model: as for `zinfer.init_inference`, or an open checkpoint.
         settings: the resolved configuration, for batches.
-        tokenizer, swaps_to_disk, checksums, prepare: as for `LLM`.
+        tokenizer, swaps_to_disk, checksums, prepare, beside_load: as for `LLM`.
         draft: a small model that guesses tokens, which this one closes; None: there is none.
 
     Attributes:
@@ -75,6 +77,7 @@ class BatchedModel:
         swaps_to_disk: bool | None,
         checksums: TensorChecksums | None,
         prepare: Prepare,
+        beside_load: BesideLoad | None,
         draft: SmallModel | None,
     ) -> None:
         budget: BatchingBudget | None = None
@@ -89,6 +92,10 @@ class BatchedModel:
             )
             return budget.footprint
 
+        def loading(parts: DeviceParts) -> AbstractContextManager[object]:
+            assert budget is not None
+            return nullcontext() if beside_load is None else beside_load(parts, budget)
+
         with ExitStack() as opened:
             # Graphs capture a whole pass with its pages, not only the module's forward.
             self._model = StreamedModel(
@@ -99,6 +106,7 @@ class BatchedModel:
                 replays_passes=True,
                 checksums=checksums,
                 prepare=prepare,
+                beside_load=loading,
             )
             opened.callback(self._model.destroy)
             assert budget is not None

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from zinfer.batching.batched_model import BatchedModel
+from zinfer.batching.batched_model import BatchedModel, BesideLoad
 from zinfer.batching.draft_model import beside_draft, draft_config, own_bytes
 from zinfer.batching.handle import Handle
 from zinfer.checkpoint import Checkpoint
@@ -45,6 +45,8 @@ class LLM(BatchedModel):
             memory is full; None: if a path is stated and swapping is faster than recomputing.
         checksums: collects checksums of the weights as they are read.
         prepare: partitions the module; by default over the weights of its checkpoint.
+        beside_load: a context for the time in which weights are loaded, from the planned device memory and the sizes of
+            batches; the KV cache is not there yet.
         job: what it is to complete: on a GPU the sizes of passes and KV cache that the configuration leaves open are
             those that are predicted to be the fastest for it, and a line of the log says which. The model is a folder
             then. None: sizes for any prompts.
@@ -76,6 +78,7 @@ class LLM(BatchedModel):
         swaps_to_disk: bool | None = None,
         checksums: TensorChecksums | None = None,
         prepare: Prepare = PreparedModel.of,
+        beside_load: BesideLoad | None = None,
         job: Job | None = None,
         **kwargs: object,
     ) -> None:
@@ -101,6 +104,7 @@ class LLM(BatchedModel):
                 swaps_to_disk=swaps_to_disk,
                 checksums=checksums,
                 prepare=prepare,
+                beside_load=beside_load,
                 draft=draft,
             )
             opened.pop_all()

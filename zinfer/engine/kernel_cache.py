@@ -1,12 +1,18 @@
-"""Where Triton keeps compiled kernels from one process to the next."""
+"""Where Triton keeps compiled kernels from one process to the next, and for which models they are there."""
 
 import logging
+from contextlib import suppress
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
+import torch
 import triton
 
+from zinfer import __version__
+from zinfer.checkpoint import Checkpoint
+from zinfer.config import Settings
 from zinfer.errors import ConfigError
 
 log = logging.getLogger("zinfer")
@@ -44,3 +50,22 @@ def ensure_kernel_cache() -> None:
 def _for_this_process() -> "TemporaryDirectory[str]":
     """The folder is deleted as the process ends."""
     return TemporaryDirectory(prefix="zinfer-kernels-")
+
+
+def of_model(checkpoint: Checkpoint, settings: Settings) -> str:
+    """Return a name for the kernels that a model launches, by all that they depend on but the sizes of passes."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    formats = settings.dtype, settings.quantization, settings.kernel_inject, settings.batching.kv_cache_dtype
+    parts = __version__, torch.__version__, triton.__version__, gpu, *map(str, formats)
+    return sha256("\n".join(parts).encode() + checkpoint.config_path.read_bytes()).hexdigest()[:32]
+
+
+def note_compiled(name: str) -> None:
+    """Note beside the kernels that those of this name are there; without a place for the note, nothing is noted."""
+    with suppress(OSError):
+        (Path(triton.knobs.cache.dir) / f"zinfer-{name}").touch()
+
+
+def are_compiled(name: str) -> bool:
+    """Whether the kernels of this name were noted."""
+    return (Path(triton.knobs.cache.dir) / f"zinfer-{name}").exists()

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from socket import gethostname
 from typing import Any
 
@@ -65,6 +65,7 @@ class StreamedModel:
         replays_passes: the caller captures whole passes, in ``pass_graphs``, not only the module's forward.
         checksums: collects checksums of weights as they are read.
         prepare: partitions the module, divided among ranks or not; by default over the weights of its checkpoint.
+        beside_load: a context for the time in which weights are loaded, from the planned device memory.
 
     Attributes:
         module: the transformers module, or the plain one that was given. Between uses its streamed parameters are
@@ -95,6 +96,7 @@ class StreamedModel:
         replays_passes: bool = False,
         checksums: TensorChecksums | None = None,
         prepare: Prepare = PreparedModel.of,
+        beside_load: Callable[[DeviceParts], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         check_trace(settings.trace)
         group = join_group(choose_device(settings).type)
@@ -137,7 +139,7 @@ class StreamedModel:
             self.pass_graphs = graphs if replays_passes else None
             self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)
             division.connect(self.module, prepared)
-            with cap.explaining():
+            with cap.explaining(), beside_load(self.device_parts):
                 runtime = Runtime(
                     self.module,
                     prepared.blocks,

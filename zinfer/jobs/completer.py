@@ -7,10 +7,12 @@ from contextlib import closing
 from typing import Any, Final, TypeAlias
 
 from zinfer.batching.llm import LLM
+from zinfer.config import resolve_settings
 from zinfer.config.settings import Batching
 from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.records import Encoding
+from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.request import JobRequest
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
@@ -82,8 +84,15 @@ class RaggedCompleter(Completer):
             options["trace"] = str(request.trace)
         # Swapping or recomputing preempted sequences changes the passes, so keep the first run's choice.
         swaps = find_swaps(kept)
+        options["device"] = request.device
+        self._rehearsal = Rehearsal(request.model, request.config, options, resolve_settings(request.config, options))
         self._llm = LLM(
-            request.model, request.config, device=request.device, swaps_to_disk=swaps, checksums=checksums, **options
+            request.model,
+            request.config,
+            swaps_to_disk=swaps,
+            checksums=checksums,
+            beside_load=self._rehearsal.beside_load,
+            **options,
         )
         super().__init__(self._llm.stats, self._llm.close)
         budget = self._llm.batching
@@ -137,5 +146,6 @@ class RaggedCompleter(Completer):
                 found[index].append(completion)
                 if len(found[index]) == prompts[index].params.n:
                     yield prompts[index], tuple(sorted(found.pop(index), key=lambda each: each.sample_index))
+        self._rehearsal.note_passes()
         if self._llm.num_new_tokens > before and not self._llm.is_following:
             self.predicted_s += self._llm.predict_passes().seconds

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,9 +12,9 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.llm import LLM
 from zinfer.checkpoint import Checkpoint
-from zinfer.config import Settings
+from zinfer.config import Settings, resolve_settings
 from zinfer.config.source import config_keys
-from zinfer.engine.kernel_cache import check_kernel_cache
+from zinfer.engine.kernel_cache import check_kernel_cache, note_compiled, of_model
 from zinfer.engine.prepare import PreparedModel
 from zinfer.errors import JobError
 from zinfer.model.sharding.sharding import Sharding
@@ -75,19 +76,38 @@ def warm_up(
         CheckpointError, PlanError: as `LLM`.
         JobError: the passes failed, as where the layers' outputs are not finite.
     """
-    folder, few = check_kernel_cache(), _FewLayers()
+    folder, few = check_kernel_cache(), FewLayers()
     dtype = {"kv_cache_dtype": "int8"} if int8_kv_cache else {}
-    with LLM(model, _alone(config_keys(config), dtype), prepare=few.prepare) as llm:
+    with LLM(model, alone(config_keys(config), dtype), prepare=few.prepare) as llm:
         begin_s = time.perf_counter()
-        for prompts, params in _requests(llm):
-            llm.reset_prefix_cache()  # so that all tokens are computed
-            failed = [each.error for each in llm.generate(prompts, params) if each.error is not None]
-            if failed:
-                raise JobError(
-                    f"{model}: its first layers cannot be computed alone, so it is not warmed up: {failed[0]}"
-                )
+        compute_passes(llm, model)
         seconds = time.perf_counter() - begin_s
+        note_compiled(of_model(Checkpoint.open(model), resolve_settings(config, dtype)))
         return WarmedUp(few.num_layers, few.num_all, llm.num_passes, llm.num_tokens, seconds, folder)
+
+
+def compute_passes(llm: LLM, model: object, is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Compute passes of all sizes; returns whether all were computed.
+
+    Args:
+        model: its name, for the error.
+        is_over: asked before each call and after each completion; true leaves the rest out.
+
+    Raises:
+        JobError: the passes failed.
+    """
+    for prompts, params in _requests(llm):
+        if is_over():
+            return False
+        llm.reset_prefix_cache()  # so that all tokens are computed
+        with closing(llm.stream(prompts, params)) as found:
+            for completion in found:
+                if completion.error is not None:
+                    why = f"its first layers cannot be computed alone, so it is not warmed up: {completion.error}"
+                    raise JobError(f"{model}: {why}")
+                if is_over():
+                    return False
+    return True
 
 
 def _requests(llm: LLM) -> Iterator[tuple[list[PromptLike], list[SamplingParams]]]:
@@ -120,7 +140,7 @@ def _prompt(llm: LLM, number: int, length: int) -> PromptLike:
     return {"prompt_token_ids": [(number + place) % llm.vocab_size for place in range(length)]}
 
 
-class _FewLayers:
+class FewLayers:
     """Prepares a model with the first layers of each kind alone.
 
     Attributes:
@@ -143,7 +163,7 @@ class _FewLayers:
         return PreparedModel.of(module, checkpoint, settings, sharding, shorter)
 
 
-def _alone(given: Mapping[str, object], stated: Mapping[str, object]) -> dict[str, Any]:
+def alone(given: Mapping[str, object], stated: Mapping[str, object]) -> dict[str, Any]:
     """Return a configuration without what concerns ranks, files that are written, and guesses by another model.
 
     Args:

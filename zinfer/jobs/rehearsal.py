@@ -1,0 +1,110 @@
+"""Compile a job's kernels while its weights load, by passes of a few layers in a thread."""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from zinfer.batching.llm import LLM
+from zinfer.checkpoint import Checkpoint
+from zinfer.config import Settings
+from zinfer.config.settings import mute_key_report
+from zinfer.config.source import config_keys
+from zinfer.engine.kernel_cache import are_compiled, note_compiled, of_model
+from zinfer.errors import PlanError, ZinferError
+from zinfer.jobs.warmup import FewLayers, alone, compute_passes
+from zinfer.planning.device_cap import DeviceParts
+from zinfer.planning.kv_budget import BatchingBudget
+from zinfer.probe.limits import find_limits
+from zinfer.ranks.environment import is_several
+
+log = logging.getLogger("zinfer")
+
+_KV_PART: Final = 8  # of the job's KV cache, for a few of its layers
+_LEAST_BYTES: Final = 4 << 30  # of the files
+
+
+class Rehearsal:
+    """Lets a job find its kernels compiled: a small `LLM` runs beside the load, where the KV cache lies later.
+
+    Nothing is rehearsed on a CPU, among several ranks, beside a draft model, for a model that is loaded in a few
+    seconds, or if kernels were compiled before with the same software and kind of GPU. It ends with the load, whatever
+    is left.
+
+    Args:
+        model, config, options: of the `LLM` that loads.
+        settings: from the same keys.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        config: str | os.PathLike[str] | Mapping[str, object] | None,
+        options: Mapping[str, object],
+        settings: Settings,
+    ) -> None:
+        self._model, self._config, self._options, self._settings = model, config, options, settings
+        self._is_loaded = threading.Event()
+        self._kernels: str | None = None  # that are to be compiled
+
+    @contextmanager
+    def beside_load(self, parts: DeviceParts, budget: BatchingBudget) -> Iterator[None]:
+        """Rehearse in a thread until the block ends.
+
+        Args:
+            parts: the device memory that is planned.
+            budget: the sizes of batches.
+        """
+        if not self._is_wanted():
+            yield
+            return
+        thread = threading.Thread(target=self._run, args=(parts, budget), name="zinfer-rehearsal", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_loaded.set()
+            thread.join()
+
+    def note_passes(self) -> None:
+        """Note that the job has computed passes, which have compiled what was left."""
+        if self._kernels is not None:
+            note_compiled(self._kernels)
+
+    def _is_wanted(self) -> bool:
+        if is_several() or self._settings.batching.draft_model is not None or not find_limits(self._settings).on_cuda:
+            return False
+        checkpoint = Checkpoint.open(self._model)
+        if checkpoint.is_listed or sum(file.num_bytes for file in checkpoint.files.values()) < _LEAST_BYTES:
+            return False
+        self._kernels = of_model(checkpoint, self._settings)
+        return not are_compiled(self._kernels)
+
+    def _run(self, parts: DeviceParts, budget: BatchingBudget) -> None:
+        try:
+            with mute_key_report():
+                self._rehearse(parts, budget)
+        except PlanError as error:
+            log.debug("kernels are compiled in the first passes, since no few layers fit beside the load: %s", error)
+        except (ZinferError, RuntimeError, OSError, MemoryError) as error:
+            log.warning("kernels are compiled in the first passes, not while the weights load: %s", error)
+
+    def _rehearse(self, parts: DeviceParts, budget: BatchingBudget) -> None:
+        own: dict[str, Any] = {
+            **{name: value for name, value in self._options.items() if name != "trace"},
+            "tokens_per_pass": budget.tokens_per_pass,
+            "max_sequences": budget.max_sequences,
+            "kv_page_size": budget.page_size,
+            "kv_cache_memory": budget.kv_bytes // _KV_PART,
+            "max_device_memory": parts.kv_cache + parts.activations,  # the KV cache is not there yet
+            "max_weight_memory": None,
+            "speculate": "off",
+        }
+        config = alone(config_keys(self._config), own)
+        config.pop("zero_optimization", None)  # the few layers stay on the device
+        config["enable_cuda_graph"] = False  # a capture forbids what the load does meanwhile
+        with LLM(self._model, config, prepare=FewLayers().prepare) as llm:
+            if compute_passes(llm, self._model, self._is_loaded.is_set):
+                self.note_passes()
