@@ -10,11 +10,15 @@ from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 from plan_support import SMALL_LLAMA, machine_with, rates, write_config
 
 import zinfer
+from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError
 from zinfer.jobs import run_job
 from zinfer.jobs.manifest import read_manifest
 from zinfer.jobs.request import manifest_path
+from zinfer.jobs.token_rows import sample_lengths
+from zinfer.model.build import build_meta_model
+from zinfer.model.context_length import read_limits
 from zinfer.planning import job_sizes
 from zinfer.planning.job_plan import Job
 from zinfer.planning.job_sizes import choose_sizes
@@ -65,6 +69,30 @@ def test_a_job_runs_with_the_sizes_it_planned_and_goes_on_with_them(
     notes, again, resumed = run(model, tmp_path)
     assert (again, resumed) == (sizes, rows)
     assert not any(note.startswith("plan: ") for note in notes)
+
+
+def test_rows_from_all_over_the_input_are_planned_for(
+    model: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what `zinfer plan` says of the input is what the job does."""
+    jobs: list[Job] = []
+
+    def noted(folder: Path, settings: Any, job: Job, *given: Any) -> dict[str, int | str]:
+        jobs.append(job)
+        return {}
+
+    monkeypatch.setattr("zinfer.jobs.job.choose_sizes", noted)
+    monkeypatch.setattr("zinfer.jobs.row_sample._NUM_SAMPLED", 10)
+    texts = ["a" * 3] * 30 + ["b" * 40] * 10 + ["c" * 200] * 10
+    rows = write_rows(tmp_path / "in.jsonl", [{"id": str(at), "prompt": text} for at, text in enumerate(texts)])
+    run_job(model, rows, tmp_path / "out.jsonl", device="cpu", batch_size=5, max_new_tokens=2)
+    (job,) = jobs
+    assert sorted({*job.prompt_lens}) == [3, 40]
+    assert list(job.prompt_lens).count(40) == 2
+    assert job.num_rows == 40, "a fifth of the sampled rows cannot be used"
+    limits = read_limits(build_meta_model(Checkpoint.open(model), None), None)
+    told, num_sampled, num_bad = sample_lengths(rows, model, 1000, 2, limits)
+    assert (told, num_sampled, num_bad) == (job, 10, 2)
 
 
 def test_only_speed_that_is_asked_for_quantizes_the_cache(tmp_path: Path, machine: Machine) -> None:

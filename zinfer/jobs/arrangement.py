@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
 
 from zinfer.config import Settings
 from zinfer.config.source import config_keys
 from zinfer.errors import PlanError
-from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.request import JobRequest
 from zinfer.model.outline import read_outline
 from zinfer.planning.job_plan import Job
@@ -19,14 +17,11 @@ from zinfer.probe.findings import recall
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.mesh import Mesh
 
-_MOST_PLANNED_ROWS: Final = 512
-
 
 def choose_mesh(
     request: JobRequest,
     settings: Settings,
-    prompts: Sequence[Prompt],
-    num_rows: int,
+    job: Callable[[], Job],
     hosts: Sequence[str],
     say: Callable[[str], object],
 ) -> Mesh:
@@ -38,8 +33,7 @@ def choose_mesh(
     Args:
         request: of the job.
         settings: of the job.
-        prompts: the first batch.
-        num_rows: of the job.
+        job: returns its rows, by a sample.
         hosts: the host of each rank.
         say: called with what was chosen, and by what.
     """
@@ -57,21 +51,13 @@ def choose_mesh(
             case,
             _undivided(usual.size, num_hosts),
             num_hosts,
-            job_planner(sample_job(prompts, num_rows), is_rough=True),
+            job_planner(job(), is_rough=True),
         )
     except PlanError:  # jobs of this model are not predicted
         return usual
     chosen = fastest_mesh(several) or usual
     say(f"ranks: {chosen}, the fastest of {_told(several)}")
     return chosen
-
-
-def sample_job(prompts: Sequence[Prompt], num_rows: int) -> Job:
-    """Return the job whose rows are as these prompts, one at least; each of several samples of a row is a row."""
-    several = [prompt for prompt in prompts[:_MOST_PLANNED_ROWS] for _ in range(prompt.params.n)]
-    samples = len(several) / min(len(prompts), _MOST_PLANNED_ROWS)
-    lengths = [len(each.token_ids) for each in several]
-    return Job(round(num_rows * samples), lengths, [each.max_new_tokens for each in several])
 
 
 def with_mesh(request: JobRequest, parallel: Mapping[str, int]) -> JobRequest:

@@ -20,7 +20,7 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import say_without_effect
 from zinfer.display import shown
 from zinfer.errors import JobError
-from zinfer.jobs.arrangement import choose_mesh, sample_job
+from zinfer.jobs.arrangement import choose_mesh
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
@@ -34,13 +34,15 @@ from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, prefet
 from zinfer.jobs.records import Records
 from zinfer.jobs.report import write_report
 from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, UnusableInput, kept_message
+from zinfer.jobs.row_sample import RowSample
 from zinfer.jobs.rows import RowState, read_lines
 from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.versions import software
 from zinfer.jobs.weights import Weights
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
-from zinfer.planning.job_sizes import Sizes, choose_sizes
+from zinfer.planning.job_plan import Job
+from zinfer.planning.job_sizes import Sizes, choose_sizes, plans_sizes
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import join_group
 from zinfer.ranks.mesh import ALONE, Mesh
@@ -159,6 +161,7 @@ class _Job:
         self._mode = ExecutionMode(request, settings, model, self._tokenizer, limits, self._weights, meter, num_shares)
         self._index = scan_input(request.input, may_be_empty=True)
         self._reader = PromptReader(self._encoder, self._index, request.max_new_tokens, generates=generates)
+        self._sample: RowSample | None = None
         rows = map(self._reader.read, read_lines(request.input))
         if tokenizer is None and self._index.num_rows and not any(isinstance(row, Prompt) for row in rows):
             raise UnusableInput(f"model {self._checkpoint.folder} has no tokenizer; {NO_TOKENIZER}")
@@ -181,6 +184,8 @@ class _Job:
         states = self._resume(out)
         meter.num_rows = self._index.num_rows
         meter.num_finished = meter.num_skipped = meter.num_rows - states.count(RowState.MISSING)
+        if self._peers is not None or (mode.is_batched and not self._manifest.sizes and plans_sizes(self._settings)):
+            self._sample = RowSample.read(self._reader)  # before another thread encodes
         if mode.judges_batch_size and not out.is_begun:
             self._choose_batch_size()
         responses = OpenAIResponses(self._manifest.began, self._manifest.model_name, self._tokenizer)
@@ -270,7 +275,7 @@ class _Job:
         self._meter.begin("planning")
         if peers is None:
             return mode.load(prompts, self._manifest.sizes or self._choose_sizes(prompts))
-        mesh = choose_mesh(self._request, self._settings, prompts, self._index.num_rows, peers.hosts, say)
+        mesh = choose_mesh(self._request, self._settings, lambda: self._planned(prompts), peers.hosts, say)
         sizes = self._manifest.sizes or self._choose_sizes(prompts, mesh, len(set(peers.hosts)))
         peers.open(prompts, sizes, mesh)
         mode.num_shares = mesh.num_shares
@@ -282,8 +287,13 @@ class _Job:
     def _choose_sizes(self, prompts: Sequence[Prompt], mesh: Mesh = ALONE, num_hosts: int = 1) -> Sizes:
         if not self._mode.is_batched:
             return {}
-        job, folder = sample_job(prompts, self._index.num_rows), self._checkpoint.folder
-        return choose_sizes(folder, self._settings, job, self._meter.note, mesh, num_hosts)
+        folder, say = self._checkpoint.folder, self._meter.note
+        return choose_sizes(folder, self._settings, self._planned(prompts), say, mesh, num_hosts)
+
+    def _planned(self, prompts: Sequence[Prompt]) -> Job:
+        """Return the job by rows from all over the input; by those of the first batch where no others can be used."""
+        num_rows, sample = self._index.num_rows, self._sample
+        return (sample if sample is not None and sample.prompts else RowSample.of(num_rows, prompts)).job()
 
     def _finish(self, batch: Batch, out: OutputFile, records: Records, source: BatchSource) -> None:
         """Compute a batch if needed, and write its missing rows. The other ranks begin with the first one computed."""

@@ -1,9 +1,8 @@
 """Read the prompts of a JSONL file as token ids, to measure a model or to plan a job; and pad them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -11,7 +10,8 @@ from transformers import PreTrainedModel
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
-from zinfer.jobs.prompts import Prompt, PromptReader
+from zinfer.jobs.prompts import PromptReader
+from zinfer.jobs.row_sample import RowSample
 from zinfer.jobs.rows import BadRow, read_lines
 from zinfer.model.context_length import read_limits
 from zinfer.model.spec import is_generating_decoder
@@ -19,7 +19,6 @@ from zinfer.planning.job_plan import Job
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import PromptEncoder, find_tokenizer
 
-_NUM_SAMPLED: Final = 1000
 _T = TypeVar("_T")
 
 
@@ -44,7 +43,8 @@ def read_token_rows(
         )
     vocab_size, limits = model.config.get_text_config().vocab_size, read_limits(model, most_tokens)
     found: list[tuple[int, ...]] = []
-    for prompt in _read(prompts, tokenizer, vocab_size, limits, num_new_tokens)[0]:
+    reader = _reader_of(prompts, tokenizer, vocab_size, limits, num_new_tokens)
+    for prompt in map(reader.read, read_lines(prompts)):
         if isinstance(prompt, BadRow):
             raise ConfigError(f"{prompts}: {prompt.message}; correct the row, or leave it out")
         found.append(prompt.token_ids)
@@ -67,28 +67,19 @@ def sample_lengths(
         UnusableInput: the file has no rows, or there is no tokenizer.
         ConfigError: none of the sampled rows is valid.
     """
-    sample, num_rows = _read(input, folder, vocab_size, limits, max_new_tokens, _NUM_SAMPLED)
-    sampled = list(sample)
-    usable = [prompt for prompt in sampled if isinstance(prompt, Prompt)]
-    prompts = [prompt for prompt in usable for _ in range(prompt.params.n)]
-    if not prompts:
-        why = next(each.message for each in sampled if isinstance(each, BadRow))
-        raise ConfigError(f"{input}: none of {len(sampled):,} sampled rows can be used: {why}")
-    num_sequences = round(num_rows * len(prompts) / len(sampled))
-    job = Job(num_sequences, [len(each.token_ids) for each in prompts], [each.max_new_tokens for each in prompts])
-    return job, len(sampled), len(sampled) - len(usable)
+    sample = RowSample.read(_reader_of(input, folder, vocab_size, limits, max_new_tokens))
+    num_sampled, num_bad = len(sample.prompts) + len(sample.bad), len(sample.bad)
+    if not sample.prompts:
+        why = sample.bad[0].message
+        raise ConfigError(f"{input}: none of {num_sampled:,} sampled rows can be used: {why}")
+    return sample.job(), num_sampled, num_bad
 
 
-def _read(
-    input: Path, tokenizer: Path, vocab_size: int, limits: LengthLimits, max_new_tokens: int, most: int | None = None
-) -> tuple[Iterator[Prompt | BadRow], int]:
-    """Return rows of the file (all, or about ``most`` spread over it), and the number of rows in the file."""
-    reader = PromptReader(
-        PromptEncoder(find_tokenizer(tokenizer), vocab_size, limits), scan_input(input), max_new_tokens
-    )
-    num_rows = reader.index.num_rows
-    step = max(1, num_rows // most) if most else 1
-    return map(reader.read, islice(read_lines(input), 0, None, step)), num_rows
+def _reader_of(
+    input: Path, tokenizer: Path, vocab_size: int, limits: LengthLimits, max_new_tokens: int
+) -> PromptReader:
+    encoder = PromptEncoder(find_tokenizer(tokenizer), vocab_size, limits)
+    return PromptReader(encoder, scan_input(input), max_new_tokens)
 
 
 def by_length(rows: Iterable[_T], length: Callable[[_T], int], most_tokens: int) -> list[list[_T]]:

@@ -25,6 +25,11 @@ SWAPS: Final = "swaps_to_disk"
 """Beside those keys: whether preempted sequences are swapped to disk."""
 
 
+def plans_sizes(settings: Settings) -> bool:
+    """Whether sizes of a job are planned here: on a GPU."""
+    return find_limits(settings).on_cuda
+
+
 def choose_sizes(
     model: str | os.PathLike[str],
     settings: Settings,
@@ -49,7 +54,7 @@ def choose_sizes(
         mesh: how the ranks are arranged.
         num_hosts: that they are on.
     """
-    if not find_limits(settings).on_cuda:
+    if not plans_sizes(settings):
         return {}
     stated = settings.batching
     chooses_guesses = stated.speculate == "auto" and stated.draft_model is None

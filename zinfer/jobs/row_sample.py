@@ -1,0 +1,56 @@
+"""Rows from all over an input, by which a job is planned before any of it is computed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from zinfer.jobs.prompts import Prompt, PromptReader
+from zinfer.jobs.rows import BadRow, read_lines
+from zinfer.planning.job_plan import Job
+
+_NUM_SAMPLED: Final = 512
+"""At least so many rows, if there are as many, and less than twice as many."""
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """Rows that stand for an input.
+
+    Attributes:
+        num_rows: of the input.
+        prompts: the rows that can be used.
+        bad: those that cannot.
+    """
+
+    num_rows: int
+    prompts: tuple[Prompt, ...]
+    bad: tuple[BadRow, ...] = ()
+
+    @classmethod
+    def read(cls, reader: PromptReader) -> "RowSample":
+        """Take every n-th row. The file is read once more, since lines have no places of their own.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        index = reader.index
+        step = max(index.num_rows // _NUM_SAMPLED, 1)
+        return cls.of(index.num_rows, map(reader.read, islice(read_lines(index.path), 0, None, step)))
+
+    @classmethod
+    def of(cls, num_rows: int, rows: Iterable[Prompt | BadRow]) -> "RowSample":
+        """Return the sample of these rows."""
+        found = list(rows)
+        prompts = tuple(row for row in found if isinstance(row, Prompt))
+        return cls(num_rows, prompts, tuple(row for row in found if isinstance(row, BadRow)))
+
+    def job(self) -> Job:
+        """Return the job of the whole input, without rows that will fail; each of several samples of a row is a row.
+
+        Raises:
+            ConfigError: no row can be used.
+        """
+        several = [prompt for prompt in self.prompts for _ in range(prompt.params.n)]
+        num_sequences = round(self.num_rows * len(several) / max(len(self.prompts) + len(self.bad), 1))
+        return Job(num_sequences, [len(each.token_ids) for each in several], [each.max_new_tokens for each in several])
