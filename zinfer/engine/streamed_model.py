@@ -27,6 +27,7 @@ from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.runtime import Runtime, check_trace
 from zinfer.engine.stated_groups import check_groups
 from zinfer.errors import ConfigError, LengthError
+from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.model.build import find_model
 from zinfer.model.context_length import check_min_out_tokens
 from zinfer.model.experts import check_num_experts
@@ -40,7 +41,7 @@ from zinfer.planning.device_cap import DeviceParts, naming_least_cap
 from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
 from zinfer.probe.limits import MachineLimits, choose_device, find_limits, free_device_bytes
-from zinfer.ranks.group import join_group
+from zinfer.ranks.group import RankGroup, join_group
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.units import human_bytes
@@ -99,104 +100,94 @@ class StreamedModel:
         beside_load: Callable[[DeviceParts], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         check_trace(settings.trace)
-        group = join_group(choose_device(settings).type)
-        mesh = Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])
-        check_groups(mesh, group.rank if group else 0, settings)
-        limits = find_limits(settings, group.num_local if group else 1)
         self.settings = settings
-        self.device = limits.device
-        if self.device.type == "cuda":
-            ensure_kernel_cache()
+        self.trace = trace or (Trace() if settings.trace else None)
+        self._lock = threading.RLock()
+        self._calling: int | None = None  # the thread inside `call`
+        self._wall_s = 0.0
+        self._began_s: float | None = None
+        self._ended: Event | None = None  # of the last call, on the device; None while one runs
         with ExitStack() as owned:  # a failure deletes the files written so far
-            ranks = ModelRanks(group, self.device, mesh) if group else None
-            if ranks is not None:
-                owned.push(ranks.leave_after)
-            division = Division(mesh, group, ranks)
-            owned.callback(division.remove)
-            self.module, checkpoint = find_model(model, settings, division.find_part(model, settings))
-            if check_model:
-                check_model(self.module)
-            check_min_out_tokens(self.module, settings.min_out_tokens)
-            check_num_experts(self.module, settings.num_experts)
-            prepared = division.prepare(self.module, checkpoint, settings, prepare)
-            division.save(prepared)
-            free_bytes = free_device_bytes(limits)
-            if ranks is not None:
-                several = ranks.exchange((limits, free_bytes))
-                limits, free_bytes = limits.least(each for each, _ in several), min(each for _, each in several)
-            prepared = self._place(prepared, limits, free_bytes, find_reserve, ranks, owned)
-            self.cap = cap = EnforcedCap(self.device, limits.cap_bytes)
-            owned.callback(cap.close)
+            group, limits, division = self._open_division(owned)
+            prepared = self._prepare(model, division, check_model, prepare)
+            prepared, limits = self._place(prepared, limits, find_reserve, owned)
+            self.cap = EnforcedCap(self.device, limits.cap_bytes)
+            owned.callback(self.cap.close)
             prepared.take_to(self.device)
-            self._lock = threading.RLock()
-            self._calling: int | None = None  # the thread inside `call`
-            self._wall_s = 0.0
-            self._began_s: float | None = None
-            self._ended: Event | None = None  # of the last call, on the device; None while one runs
-            self.trace = trace or (Trace() if settings.trace else None)
             can_capture = division.can_capture() if replays_passes else not division.exchanges
             graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes, can_capture=can_capture)
             self.pass_graphs = graphs if replays_passes else None
             self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)
             division.connect(self.module, prepared)
-            with cap.explaining(), beside_load(self.device_parts):
-                runtime = Runtime(
-                    self.module,
-                    prepared.blocks,
-                    self.plan,
-                    lambda: open_stream(self.device),
-                    settings,
-                    prepared.files,
-                    scratch=prepared.scratch,
-                    trace=self.trace,
-                    wrap=self._acceleration.wrap,
-                    cuts=graphs.cuts if graphs else None,
-                    lock=self._lock,
-                    checksums=checksums,
-                    ranks=ranks,
-                )
+            with self.cap.explaining(), beside_load(self.device_parts):
+                runtime = self._load(prepared, lambda: open_stream(self.device), graphs, checksums)
             division.connect_outputs(runtime.serve_next)
             owned.pop_all()
-        self.ranks, self.stages = ranks, division.stages
-        self._divided = ranks if division.exchanges else None
+        self.stages = division.stages
+        self._divided = self.ranks if division.exchanges else None
         self._runtime: Runtime | None = runtime
         self._process_id = os.getpid()
         self._close = weakref.finalize(
-            self, _close, self._acceleration, runtime, division, ranks, cap, self._process_id
+            self, _close, self._acceleration, runtime, division, self.ranks, self.cap, self._process_id
         )
         self._acceleration.keep_experts()
         if settings.kernel_inject:
             self._acceleration.inject(prepared.packs, replayed=graphs is not None)
-        files = tuple(prepared.files) or None
-        num_local = group.num_local if group else 1
-        self.estimator = PassEstimator(
-            self.module,
-            self._blocks,
-            self.plan,
-            self.device,
-            files,
-            bool(self.injected),
-            num_local,
-            num_local / mesh.zero,
-        )
+        self.estimator = self._open_estimator(prepared, group.num_local if group else 1)
+
+    def _open_division(self, owned: ExitStack) -> tuple[RankGroup | None, MachineLimits, Division]:
+        """Find this process's ranks, device and part of the model."""
+        settings = self.settings
+        group = join_group(choose_device(settings).type)
+        self._mesh = mesh = Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])
+        check_groups(mesh, group.rank if group else 0, settings)
+        limits = find_limits(settings, group.num_local if group else 1)
+        self.device = limits.device
+        if self.device.type == "cuda":
+            ensure_kernel_cache()
+        self.ranks = ranks = ModelRanks(group, self.device, mesh) if group else None
+        if ranks is not None:
+            owned.push(ranks.leave_after)
+        division = Division(mesh, group, ranks)
+        owned.callback(division.remove)
+        return group, limits, division
+
+    def _prepare(
+        self,
+        model: str | os.PathLike[str] | Checkpoint | nn.Module,
+        division: Division,
+        check_model: Callable[[PreTrainedModel], object] | None,
+        prepare: Prepare,
+    ) -> PreparedModel:
+        """Build the module without its weights, and partition it into blocks."""
+        settings = self.settings
+        self.module, checkpoint = find_model(model, settings, division.find_part(model, settings))
+        if check_model:
+            check_model(self.module)
+        check_min_out_tokens(self.module, settings.min_out_tokens)
+        check_num_experts(self.module, settings.num_experts)
+        prepared = division.prepare(self.module, checkpoint, settings, prepare)
+        division.save(prepared)
+        return prepared
 
     def _place(
-        self,
-        prepared: PreparedModel,
-        limits: MachineLimits,
-        free_bytes: int,
-        find_reserve: FindReserve | None,
-        ranks: ModelRanks | None,
-        owned: ExitStack,
-    ) -> PreparedModel:
-        """Find the plan and what takes the device's memory; returns the model with its weights packed.
+        self, prepared: PreparedModel, limits: MachineLimits, find_reserve: FindReserve | None, owned: ExitStack
+    ) -> tuple[PreparedModel, MachineLimits]:
+        """Find the plan and what takes the device's memory, the same on all ranks.
 
         Args:
             owned: closes the packed model, whose files a failure deletes.
 
+        Returns:
+            The model with its weights packed, and the least limits of all ranks.
+
         Raises:
             PlanError: a budget is too small; says the least cap that would do, if there is one.
         """
+        ranks, free_bytes = self.ranks, free_device_bytes(limits)
+        if ranks is not None:
+            several = ranks.exchange((limits, free_bytes))
+            limits, free_bytes = limits.least(each for each, _ in several), min(each for _, each in several)
         if limits.cap_bytes is not None and limits.cap_bytes > free_bytes:
             log.warning(
                 "zinfer.max_device_memory is %s, more than the %s that are free: these are planned with",
@@ -218,7 +209,37 @@ class StreamedModel:
         beside = prepared.beside_weights(reserve, limits)
         self.device_parts = DeviceParts.of(self.plan, beside, limits, limits.within_cap(free_bytes))
         self._blocks = prepared.blocks
-        return prepared
+        return prepared, limits
+
+    def _load(
+        self,
+        prepared: PreparedModel,
+        open_stream: Callable[[], CopyStream],
+        graphs: ForwardGraphs | None,
+        checksums: TensorChecksums | None,
+    ) -> Runtime:
+        """Fill the homes, and let the module's forward find its weights there."""
+        return Runtime(
+            self.module,
+            prepared.blocks,
+            self.plan,
+            open_stream,
+            self.settings,
+            prepared.files,
+            scratch=prepared.scratch,
+            trace=self.trace,
+            wrap=self._acceleration.wrap,
+            cuts=graphs.cuts if graphs else None,
+            lock=self._lock,
+            checksums=checksums,
+            ranks=self.ranks,
+        )
+
+    def _open_estimator(self, prepared: PreparedModel, num_local: int) -> PassEstimator:
+        """Return what predicts passes, of ranks that share a host's links and disk."""
+        files, share = tuple(prepared.files) or None, num_local / self._mesh.zero
+        fused = bool(self.injected)
+        return PassEstimator(self.module, self._blocks, self.plan, self.device, files, fused, num_local, share)
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run work that calls the module's forward: one thread at a time, no gradients, cleaned up on any exit.
