@@ -143,7 +143,7 @@ def find_budget(
     page_size = stated.kv_page_size or PAGE_SIZE
     if page_size & (page_size - 1):
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
-    free_bytes, is_bounded = limits.within_cap(free_bytes), limits.on_cuda or limits.cap_bytes is not None
+    free_bytes = limits.within_cap(free_bytes)
     most = MOST_TOKENS_PER_PASS
     if limits.on_cuda and _streams_from_disk(blocks, settings, limits, free_bytes):
         most = MOST_TOKENS_FROM_DISK
@@ -153,20 +153,12 @@ def find_budget(
         dtype,
         stated,
         most,
-        free_bytes if is_bounded else None,
+        free_bytes if _is_bounded(limits) else None,
         on_cuda=limits.on_cuda,
         replays=limits.on_cuda and settings.cuda_graph is not False and not hosted,
     )
     kv_dtype = KV_DTYPES.get(stated.kv_cache_dtype, dtype)
-    if hosted:
-        kv_bytes = HostShare.find(blocks, settings, limits).pages_bytes(spec.kv, free_bytes, stated.kv_cache_memory)
-    elif stated.kv_cache_memory is not None:
-        kv_bytes = stated.kv_cache_memory
-    elif is_bounded:
-        left_bytes = weight_budget(free_bytes, Footprint(0, size.activation_bytes, 0), on_cuda=limits.on_cuda)
-        kv_bytes = _device_pages_bytes(blocks, settings, left_bytes)
-    else:
-        kv_bytes = int(free_bytes * _KV_SHARE)
+    kv_bytes = _kv_bytes(spec, blocks, settings, limits, free_bytes, size.activation_bytes)
     page_bytes = spec.kv.token_bytes(kv_dtype) * page_size
     num_pages = kv_bytes // page_bytes
     if stated.kv_cache_memory is None and most_tokens is not None:
@@ -195,6 +187,32 @@ def find_budget(
     return budget if settings.memory.max_host_memory is None else _swapping_within(limits.host_bytes, budget, settings)
 
 
+def _kv_bytes(
+    spec: ModelSpec,
+    blocks: Sequence[ModelBlock],
+    settings: Settings,
+    limits: MachineLimits,
+    free_bytes: int,
+    activation_bytes: int,
+) -> int:
+    """Return the bytes for pages: stated ones, or what the tier's memory leaves beside weights and activations."""
+    stated = settings.batching
+    if stated.kv_cache_tier == "host":
+        return HostShare.find(blocks, settings, limits).pages_bytes(spec.kv, free_bytes, stated.kv_cache_memory)
+    if stated.kv_cache_memory is not None:
+        return stated.kv_cache_memory
+    if not _is_bounded(limits):
+        return int(free_bytes * _KV_SHARE)
+    left_bytes = weight_budget(free_bytes, Footprint(0, activation_bytes, 0), on_cuda=limits.on_cuda)
+    weights_bytes = _weights_share(blocks, settings, left_bytes)
+    return max(left_bytes - weights_bytes, int(left_bytes * _LEAST_KV_SHARE))
+
+
+def _is_bounded(limits: MachineLimits) -> bool:
+    """Whether the device has a memory of its own, or a cap."""
+    return limits.on_cuda or limits.cap_bytes is not None
+
+
 def _swapping_within(host_bytes: int, budget: BatchingBudget, settings: Settings) -> BatchingBudget:
     """Return the budget with at most a share of a stated host memory for swapped pages and what writes them to disk."""
     page_bytes = budget.kv_bytes // budget.num_pages
@@ -207,11 +225,6 @@ def _swapping_within(host_bytes: int, budget: BatchingBudget, settings: Settings
     most_parked = min(budget.most_swapped_in_memory, left_bytes // page_bytes)
     footprint = replace(budget.footprint, swap_bytes=most_parked * page_bytes + staged)
     return replace(budget, most_parked=most_parked, footprint=footprint, staged_bytes=staged or MOVED_AT_ONCE_BYTES)
-
-
-def _device_pages_bytes(blocks: Sequence[ModelBlock], settings: Settings, left_bytes: int) -> int:
-    """Return the bytes for pages of a bounded device: what weights leave of the bytes beside activations."""
-    return max(left_bytes - _weights_share(blocks, settings, left_bytes), int(left_bytes * _LEAST_KV_SHARE))
 
 
 def _streams_from_disk(
