@@ -1,5 +1,6 @@
 """Bytes that the system holds in memory are copied from there; the others are read from the disk, and only once."""
 
+import errno
 import fcntl
 import os
 from collections import Counter
@@ -9,7 +10,7 @@ import pytest
 from reader_support import PAGE, buffer_of
 
 from zinfer.nvme.page_cache import CachedPages
-from zinfer.nvme.reader import Reader
+from zinfer.nvme.reader import DiskReadError, Reader
 
 NUM_PAGES = 64
 
@@ -73,6 +74,29 @@ def test_cached_bytes_are_copied_and_the_others_read_directly(file: Path, monkey
     assert sum(pages.hold(number * PAGE, PAGE) for number in range(NUM_PAGES)) == 8, "a direct read caches nothing"
     assert buffer[:num_bytes] == file.read_bytes()
     assert reader.bytes_read == num_bytes
+    reader.close()
+
+
+def test_a_failed_copy_from_memory_is_a_failed_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the file was cut short, or lies on a lost network share; the others are read, and it may be again."""
+    remember(file, 16 * PAGE, 8 * PAGE)
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset, *flags)
+
+    reader, buffer = Reader(num_threads=4, block_bytes=4 * PAGE), buffer_of(NUM_PAGES * PAGE)
+    num_bytes = file.stat().st_size
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        with pytest.raises(DiskReadError, match=f"{file}: reading at byte") as caught:
+            reader.read(file, 0, buffer, required=num_bytes)
+    assert 16 * PAGE <= caught.value.offset < 24 * PAGE
+    assert caught.value.errno == errno.EIO
+    reader.read(file, 0, buffer, required=num_bytes)
+    assert buffer[:num_bytes] == file.read_bytes()
     reader.close()
 
 
