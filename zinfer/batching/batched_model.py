@@ -123,14 +123,9 @@ class BatchedModel:
         draft: SmallModel | None,
     ) -> None:
         """Open the cache, the scheduler and the serving loop over the model."""
-        module = self._model.module
-        self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
-        self.vocab_size = vocab_size = int(module.config.get_text_config().vocab_size)
-        self.limits = read_limits(module, settings.max_out_tokens)
-        ends = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
-        self._builder = RequestBuilder(self.tokenizer, vocab_size, self.limits, ends)
-        device = self._model.device
-        spec, folder = ModelSpec.read(module.config), settings.offload.nvme_path
+        self._open_builder(settings, tokenizer)
+        device, vocab_size = self._model.device, self.vocab_size
+        spec, folder = ModelSpec.read(self._model.module.config), settings.offload.nvme_path
         token_bytes = spec.kv.token_bytes(budget.kv_dtype)
         if folder is not None and swaps_to_disk is None:
             swaps_to_disk = self._model.estimator.disk_spares_time(token_bytes)
@@ -177,6 +172,15 @@ class BatchedModel:
             else ServingLoop(self._batcher, device, closers, lockstep)
         )
         self._loop.close_with(self)
+
+    def _open_builder(self, settings: Settings, tokenizer: Any) -> None:
+        """Find what prompts must fit, and open what makes requests of them."""
+        module = self._model.module
+        self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
+        self.vocab_size = int(module.config.get_text_config().vocab_size)
+        self.limits = read_limits(module, settings.max_out_tokens)
+        ends = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
+        self._builder = RequestBuilder(self.tokenizer, self.vocab_size, self.limits, ends)
 
     @property
     def device(self) -> torch.device:

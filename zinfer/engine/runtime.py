@@ -109,14 +109,7 @@ class Runtime:
                 owned.callback(trace.write, of_rank(settings.trace, 0 if ranks is None else ranks.group.rank))
             on_cuda = streams[Tier.DISK].needs_pinned
             self._reader = owned.enter_context(closing(open_reader(settings.aio, files, on_cuda=on_cuda)))
-            self._staging = owned.enter_context(closing(StagingRing()))
-            for _ in range(plan.num_staging):
-                self._staging.add(HostBuffer(plan.staging_bytes, pin=on_cuda))
-            rings = {Tier.HOST: self._staging, Tier.DISK: self._staging}
-            if self._reader.backend.reads_device_memory:
-                rings[Tier.DISK] = StagingRing()
-                for _ in range(plan.num_staging):
-                    rings[Tier.DISK].add(DeviceBuffer(plan.staging_bytes, streams[Tier.DISK].device))
+            rings = self._open_rings(streams[Tier.DISK], owned)
             self._lanes = {
                 tier: owned.enter_context(closing(TransferLane(tier.value, stream, rings[tier], trace)))
                 for tier, stream in streams.items()
@@ -145,6 +138,19 @@ class Runtime:
         uses = [(sources[block.block.index], len(block.sites)) for block in blocks if block.block.index in sources]
         self._wire_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses)
         self._disk_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses if source.tier is Tier.DISK)
+
+    def _open_rings(self, stream: CopyStream, owned: ExitStack) -> dict[Tier, StagingRing]:
+        """Return the staging slots of each lane: the same in host memory, or others where reads go to the device."""
+        plan = self._plan
+        self._staging = owned.enter_context(closing(StagingRing()))
+        for _ in range(plan.num_staging):
+            self._staging.add(HostBuffer(plan.staging_bytes, pin=stream.needs_pinned))
+        rings = {Tier.HOST: self._staging, Tier.DISK: self._staging}
+        if self._reader.backend.reads_device_memory:
+            rings[Tier.DISK] = StagingRing()
+            for _ in range(plan.num_staging):
+                rings[Tier.DISK].add(DeviceBuffer(plan.staging_bytes, stream.device))
+        return rings
 
     def _agree_to_read(self, ranks: ModelRanks | None, model: nn.Module) -> Callable[[str], None] | None:
         """Return what compares the blocks that ranks read which both divide and share layers; None for others."""
