@@ -22,7 +22,8 @@ from zinfer.ranks.environment import is_several
 
 log = logging.getLogger("zinfer")
 
-_KV_PART: Final = 8  # of the job's KV cache, for a few of its layers
+_KV_PART: Final = 8  # of all layers, those that few are at the most
+_KV_PASSES: Final = 2  # of prompts, with their new tokens
 _LEAST_BYTES: Final = 4 << 30  # of the files
 
 
@@ -92,12 +93,13 @@ class Rehearsal:
             log.warning("kernels are compiled in the first passes, not while the weights load: %s", error)
 
     def _rehearse(self, parts: DeviceParts, budget: BatchingBudget) -> None:
+        num_pages = min(_KV_PASSES * budget.tokens_per_pass // budget.page_size, budget.num_pages)
         own: dict[str, Any] = {
             **{name: value for name, value in self._options.items() if name != "trace"},
             "tokens_per_pass": budget.tokens_per_pass,
             "max_sequences": budget.max_sequences,
             "kv_page_size": budget.page_size,
-            "kv_cache_memory": budget.kv_bytes // _KV_PART,
+            "kv_cache_memory": num_pages * (budget.kv_bytes // budget.num_pages) // _KV_PART,
             "max_device_memory": parts.kv_cache + parts.activations,  # the KV cache is not there yet
             "max_weight_memory": None,
             "speculate": "off",
