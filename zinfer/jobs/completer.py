@@ -111,14 +111,16 @@ class RaggedCompleter(Completer):
         return Load(llm.num_passes, llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_swapped_pages)
 
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
-        """Simulate the first rows and extrapolate: simulating all of them would take long."""
+        """Simulate some rows, evenly spread, and extrapolate: simulating all of them would take long."""
         fitting = [each for each in prompts if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
-        sequences = [prompt for prompt in fitting[:_MOST_SIMULATED] for _ in range(prompt.params.n)]
+        count = min(len(fitting), _MOST_SIMULATED)
+        spread = (fitting[number * len(fitting) // count] for number in range(count))
+        sequences = [prompt for prompt in spread for _ in range(prompt.params.n)]
         if not sequences:
             return Forecast("nothing, since no row of the first batch fits the KV cache")
         prompt_lens = [len(each.token_ids) for each in sequences]
         predicted = self._llm.predict(prompt_lens, [each.max_new_tokens for each in sequences])
-        more = len(fitting) / min(len(fitting), _MOST_SIMULATED)
+        more = len(fitting) / count
         text = f"{predicted} for {len(sequences):,} sequences"
         return Forecast(text, predicted.tokens_per_s, predicted.seconds * more, predicted.num_passes * more)
 

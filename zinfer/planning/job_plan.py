@@ -86,7 +86,8 @@ class Job:
         together = min(self.num_rows, ROWS_TOGETHER)
         row_steps = fmean(self.new_tokens) + _ADMISSION_STEPS
         count = min(together, max(fewest, int(most_steps / row_steps)))
-        places = [number % len(self.prompt_lens) for number in range(count)]
+        # From all over the sample, in its order: its first rows may be the short ones of a sorted file.
+        places = [number * len(self.prompt_lens) // count for number in range(count)]
         rows = Job(self.num_rows, [self.prompt_lens[i] for i in places], [self.new_tokens[i] for i in places])
         return Sample(rows, together / count, int(row_steps * count))
 
