@@ -11,13 +11,15 @@ from typing import Any
 
 import psutil
 import pytest
+import typer
 from commands import start
 from family_models import family_model
 from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_rows, write_rows
 from ranks_job_support import CONFIG, Job, ended
 from ranks_support import free_port
 
-from zinfer.cli.rank_endings import Ending, first_cause
+from zinfer.cli import ending as ending_module
+from zinfer.cli.rank_endings import LAUNCHER, Ending, first_cause, read_endings
 from zinfer.jobs.manifest import read_manifest
 
 NUM_ROWS = 48
@@ -376,3 +378,20 @@ def ending(rank: int, text: str, exit_code: int, *, is_own: bool) -> Ending:
 def test_the_first_cause_is_told(endings: list[Ending], told: str | None) -> None:
     found = first_cause(endings)
     assert (found and found.told) == told
+
+
+@pytest.mark.parametrize("is_asked_to_end", [False, True])
+def test_who_is_asked_to_end_waits_for_no_other_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked_to_end: bool
+) -> None:
+    """The launcher asks once a rank has ended, which tells no more; a killed one has told nothing."""
+    (tmp_path / "endings").touch()
+    monkeypatch.setenv(LAUNCHER, str(tmp_path / "endings"))
+    monkeypatch.setattr(ending_module, "_received", [signal.SIGTERM] if is_asked_to_end else [])
+    waits: list[bool] = []
+    monkeypatch.setattr(ending_module, "wait_for_cause", lambda: waits.append(True))
+    with pytest.raises(typer.Exit):
+        ending_module.conclude("error: rank 1 is gone", ending_module.EXIT_STOPPED, is_own=False)
+    assert waits == ([] if is_asked_to_end else [True])
+    (noted,) = read_endings(tmp_path / "endings")
+    assert noted.text == "error: rank 1 is gone"

@@ -27,6 +27,10 @@ EXIT_ROWS_FAILED: Final = 3
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+_received: list[int] = []
+"""Signals that have asked this process to end."""
+
+
 class Interrupted(BaseException):
     """Raised when a signal asks the job to end. Not an `Exception`, so that no handler swallows it."""
 
@@ -80,7 +84,7 @@ def conclude(text: str, exit_code: int, *, is_own: bool = True) -> NoReturn:
     """
     if LAUNCHER in os.environ:
         note_ending(Ending(own_rank(), host_name(), text, exit_code, is_own))
-        if not is_own and exit_code == EXIT_STOPPED:  # another rank failed
+        if not is_own and exit_code == EXIT_STOPPED and signal.SIGTERM not in _received:  # another rank failed
             wait_for_cause()
     elif is_own or own_rank() == 0:
         say(text)
@@ -118,6 +122,7 @@ def raise_on_signals() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         for each in ending_signals():
             signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
+        _received.append(number)
         raise Interrupted(number)
 
     with _handled_by(interrupt):
