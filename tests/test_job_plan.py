@@ -311,6 +311,9 @@ def test_the_command_looks_at_the_rows_of_an_input(tmp_path: Path) -> None:
     result = zinfer_plan(folder, "--machine", "h200", "--input", str(path), "--new-tokens", "7", "--json")
     assert result.exit_code == 0, result.output
     assert 2495 <= json.loads(result.stdout)["rows"] <= 2505
+    long = write_rows(tmp_path / "long.jsonl", [{"prompt": "a" * 100}] * 3)
+    result = zinfer_plan(folder, "--machine", "h200", "--input", str(long))
+    assert "28 new ones each" in result.stdout, "what the model's 128 positions leave, as in a job"
     refused = zinfer_plan(folder, "--machine", "h200", "--input", str(path), "--rows", "3")
     assert refused.exit_code == 2
     assert "--rows and --input both set the number of rows" in refused.stderr
@@ -327,3 +330,22 @@ def test_rows_that_would_get_an_error_are_left_out_of_the_plan(tmp_path: Path) -
     result = zinfer_plan(folder, "--machine", "h200", "--input", str(path), "--new-tokens", "7")
     assert result.exit_code == 0, result.output
     assert "2 of 5 sampled rows would fail, and are left out" in result.stdout
+
+
+@pytest.mark.parametrize("count", [1, 40, 100, 250])
+def test_a_sample_is_from_all_over_the_rows_and_in_their_order(count: int) -> None:
+    """Its first rows may be the short ones of a sorted file."""
+    lengths = list(range(1, 101))
+    rows = Job(5000, lengths, [1] * 100).sample(0, fewest=count).rows
+    assert list(rows.prompt_lens) == sorted(rows.prompt_lens)
+    assert len(rows.prompt_lens) == count
+    assert abs(sum(rows.prompt_lens) / count - 50.5) <= 50 / count + 1
+
+
+def test_how_a_file_is_sorted_changes_its_plan_little(folder: Path) -> None:
+    rng, lengths = random.Random(1), [20] * 900 + list(range(20, 520, 5))
+    shuffled = rng.sample(lengths, len(lengths))
+    machine = machine_with(1_050_000_000, 10**10)
+    case = Case(outline_of(folder), machine, SETTINGS)
+    seconds = [plan_job(case, Job(1000, each, [16] * 1000)).seconds for each in (lengths, lengths[::-1], shuffled)]
+    assert max(seconds) < 1.5 * min(seconds)

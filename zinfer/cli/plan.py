@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -44,7 +44,12 @@ def plan(
         int | None, typer.Option(min=1, help="Prompts computed together; default 32. Jobs choose their own.")
     ] = None,
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated after each prompt.")] = 128,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens generated after each prompt; by default 128, of a file's rows as `zinfer run` does."
+        ),
+    ] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Plan a job of this many rows instead of a batch.")] = None,
     input: Annotated[
         Path | None, typer.Option(help="Plan the job of this JSONL file, by a sample of its rows.")
@@ -87,7 +92,7 @@ def plan(
             raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
         case = open_case(model, config, MachineOptions(machine, probe, host_memory, link, disk), parallel)
         document, tables, lines = (
-            _plan_batch(case, (batch_size or 32, prompt_len, new_tokens), (ranks, nodes))
+            _plan_batch(case, (batch_size or 32, prompt_len, new_tokens or _NEW_TOKENS), (ranks, nodes))
             if rows is None and input is None
             else _plan_job(case, model, config, (rows, input), (prompt_len, new_tokens), (ranks, nodes))
         )
@@ -101,6 +106,7 @@ def plan(
             print_text(console, line)
 
 
+_NEW_TOKENS: Final = 128
 _Found = tuple[dict[str, Any], list["Table"], list[str]]
 """A plan as a JSON document, as tables, and the lines printed below them."""
 
@@ -130,7 +136,7 @@ def _plan_job(
     model: Path,
     config: Path | None,
     rows: tuple[int | None, Path | None],
-    lengths: tuple[int, int],
+    lengths: tuple[int, int | None],
     ranks: tuple[int, int],
 ) -> _Found:
     with importing():
@@ -156,7 +162,7 @@ def _plan_job(
 
 
 def _job(
-    case: "Case", model: Path, rows: tuple[int | None, Path | None], lengths: tuple[int, int]
+    case: "Case", model: Path, rows: tuple[int | None, Path | None], lengths: tuple[int, int | None]
 ) -> tuple["Job", list[str]]:
     """Return the whole job, of stated rows or a file's, and notes on rows that are left out."""
     with importing():
@@ -165,7 +171,7 @@ def _job(
 
     (num_rows, input), (prompt_len, new_tokens) = rows, lengths
     if input is None:
-        return Job(num_rows or 1, [prompt_len], [new_tokens]), []
+        return Job(num_rows or 1, [prompt_len], [new_tokens or _NEW_TOKENS]), []
     vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
     job, num_sampled, num_unusable = sample_lengths(input, model, vocab, new_tokens, limits)
     if not num_unusable:

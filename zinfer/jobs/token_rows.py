@@ -52,13 +52,13 @@ def read_token_rows(
 
 
 def sample_lengths(
-    input: Path, folder: Path, vocab_size: int, max_new_tokens: int, limits: LengthLimits
+    input: Path, folder: Path, vocab_size: int, max_new_tokens: int | None, limits: LengthLimits
 ) -> tuple[Job, int, int]:
     """Estimate the job of an input file from rows sampled over the whole file.
 
     Args:
         folder: checkpoint folder with the tokenizer.
-        max_new_tokens: default for rows that do not set it.
+        max_new_tokens: default for rows that do not set it; None: as for `zinfer.jobs.run_job`.
 
     Returns:
         The job of the whole file, without rows that will fail; the number of sampled rows; and how many of these fail.
@@ -76,7 +76,7 @@ def sample_lengths(
 
 
 def _reader_of(
-    input: Path, tokenizer: Path, vocab_size: int, limits: LengthLimits, max_new_tokens: int
+    input: Path, tokenizer: Path, vocab_size: int, limits: LengthLimits, max_new_tokens: int | None
 ) -> PromptReader:
     encoder = PromptEncoder(find_tokenizer(tokenizer), vocab_size, limits)
     return PromptReader(encoder, scan_input(input), max_new_tokens)

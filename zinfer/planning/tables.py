@@ -138,7 +138,8 @@ def job_table(job: Job, planned: JobPlan) -> Table:
     """Return a table of sizes, homes, memory and time of a job."""
     budget, plan, simulated = planned.budget, planned.plan, planned.simulated
     table = _titled(planned.case)
-    lengths = f"{mean(job.prompt_lens):,.0f} tokens, {mean(job.new_tokens):,.0f} new ones each"
+    each = "each" if job.has_equal_rows else "on average"
+    lengths = f"{mean(job.prompt_lens):,.0f} tokens, {mean(job.new_tokens):,.0f} new ones {each}"
     table.add_row("job", f"{job.num_rows:,} rows of {lengths}")
     table.add_row("rates", planned.case.machine.rates.origin)
     table.add_section()
