@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -52,13 +50,11 @@ def wait_for_cause() -> None:
     """Wait until the rank that ended the others has noted why, some seconds at most.
 
     The launcher ends all ranks by SIGTERM once one has ended, and one that failed may take longer than those which
-    heard of it: it has files to close and memory to free. At the launcher's SIGTERM it has ended, and told what it has
-    to tell, which is nothing if it was killed.
+    heard of it: it has files to close and memory to free. Who is asked to end need not wait: the first rank has ended,
+    and has noted what it has to say, which is nothing if it was killed.
     """
-    is_over = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: is_over.set())
     end_s = time.monotonic() + _MOST_WAIT_S
-    while time.monotonic() < end_s and not is_over.is_set():
+    while time.monotonic() < end_s:
         if any(each.is_own or each.exit_code > 128 for each in read_endings(Path(os.environ[LAUNCHER]))):
             return
         time.sleep(_PAUSE_S)
