@@ -128,7 +128,7 @@ class Stalls:
         return seconds
 
     def note_wait(self, transfer: Transfer, begin_s: float) -> None:
-        """Add the time since ``begin_s``, in which compute waited for the transfer, and so no lane for compute."""
+        """Add the time since ``begin_s``, in which compute waited for the transfer, and no lane for compute."""
         now_s = time.perf_counter()
         waited_s = now_s - begin_s
         if self._full_since_s is not None:

@@ -15,7 +15,7 @@ from threads import settled_threads
 from zinfer.batching.llm import LLM
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
-from zinfer.engine.kernel_cache import are_compiled, of_model
+from zinfer.engine.kernel_cache import are_compiled, kernels_name
 from zinfer.errors import PlanError
 from zinfer.jobs import rehearsal
 from zinfer.jobs.job import run_job
@@ -43,7 +43,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(model: Path, *, ends_first: bool) -> LLM:
     """An LLM whose rehearsal ends before the load of all layers does, or is told to end by it."""
-    own = Rehearsal(model, CONFIG, {}, SETTINGS)
+    own = Rehearsal(model, CONFIG, {})
 
     @contextmanager
     def loading(parts: DeviceParts, budget: BatchingBudget) -> Iterator[None]:
@@ -65,7 +65,7 @@ def test_texts_are_the_same_and_it_is_done_once(model: Path, caplog: pytest.LogC
     num_threads = settled_threads()
     with LLM(model, CONFIG) as llm:
         wanted, held = texts(llm), llm.stats()
-    name = of_model(Checkpoint.open(model), SETTINGS)
+    name = kernels_name(Checkpoint.open(model), SETTINGS)
     assert not are_compiled(name)
     for _ in range(2):
         with opened(model, ends_first=True) as llm:
@@ -87,7 +87,7 @@ def test_it_ends_with_the_load(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rehearsal, "compute_passes", noted)
     with opened(model, ends_first=False):
         assert done == [False]
-    assert not are_compiled(of_model(Checkpoint.open(model), SETTINGS))
+    assert not are_compiled(kernels_name(Checkpoint.open(model), SETTINGS))
 
 
 def test_it_is_left_out_where_nothing_is_compiled_or_loading_is_quick(
@@ -102,12 +102,12 @@ def test_it_is_left_out_where_nothing_is_compiled_or_loading_is_quick(
     ]
     for changes, least_bytes, is_wanted in cases:
         monkeypatch.setattr(rehearsal, "_LEAST_BYTES", least_bytes)
-        found = Rehearsal(model, CONFIG, {}, resolve_settings({"zinfer": {**own, **changes}}))
+        found = Rehearsal(model, {"zinfer": {**own, **changes}}, {})
         assert found._is_wanted() == is_wanted
 
 
 def test_a_job_that_has_computed_passes_needs_none(model: Path, tmp_path: Path) -> None:
-    name = of_model(Checkpoint.open(model), SETTINGS)
+    name = kernels_name(Checkpoint.open(model), SETTINGS)
     rows = write_rows(tmp_path / "in.jsonl", prompt_rows(3))
     run_job(model, rows, tmp_path / "out.jsonl", config=CONFIG, device="cpu")
     assert are_compiled(name)

@@ -52,7 +52,7 @@ def _for_this_process() -> "TemporaryDirectory[str]":
     return TemporaryDirectory(prefix="zinfer-kernels-")
 
 
-def of_model(checkpoint: Checkpoint, settings: Settings) -> str:
+def kernels_name(checkpoint: Checkpoint, settings: Settings) -> str:
     """Return a name for the kernels that a model launches, by all that they depend on but the sizes of passes."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     formats = settings.dtype, settings.quantization, settings.kernel_inject, settings.batching.kv_cache_dtype

@@ -7,7 +7,6 @@ from contextlib import closing
 from typing import Any, Final, TypeAlias
 
 from zinfer.batching.llm import LLM
-from zinfer.config import resolve_settings
 from zinfer.config.settings import Batching
 from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
@@ -85,7 +84,7 @@ class RaggedCompleter(Completer):
         # Swapping or recomputing preempted sequences changes the passes, so keep the first run's choice.
         swaps = find_swaps(kept)
         options["device"] = request.device
-        self._rehearsal = Rehearsal(request.model, request.config, options, resolve_settings(request.config, options))
+        self._rehearsal = Rehearsal(request.model, request.config, options)
         self._llm = LLM(
             request.model,
             request.config,

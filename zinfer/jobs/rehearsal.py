@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from zinfer.batching.llm import LLM
 from zinfer.checkpoint import Checkpoint
-from zinfer.config import Settings
+from zinfer.config import resolve_settings
 from zinfer.config.settings import mute_key_report
 from zinfer.config.source import config_keys
-from zinfer.engine.kernel_cache import are_compiled, note_compiled, of_model
+from zinfer.engine.kernel_cache import are_compiled, kernels_name, note_compiled
 from zinfer.errors import PlanError, ZinferError
-from zinfer.jobs.warmup import FewLayers, alone, compute_passes
+from zinfer.jobs.warmup import FewLayers, compute_passes, config_alone
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.probe.limits import find_limits
@@ -22,7 +22,7 @@ from zinfer.ranks.environment import is_several
 
 log = logging.getLogger("zinfer")
 
-_KV_PART: Final = 8  # of all layers, those that few are at the most
+_KV_PART: Final = 8  # the few layers take an eighth of what all would
 _KV_PASSES: Final = 2  # of prompts, with their new tokens
 _LEAST_BYTES: Final = 4 << 30  # of the files
 
@@ -36,7 +36,6 @@ class Rehearsal:
 
     Args:
         model, config, options: of the `LLM` that loads.
-        settings: from the same keys.
     """
 
     def __init__(
@@ -44,9 +43,9 @@ class Rehearsal:
         model: str | os.PathLike[str],
         config: str | os.PathLike[str] | Mapping[str, object] | None,
         options: Mapping[str, object],
-        settings: Settings,
     ) -> None:
-        self._model, self._config, self._options, self._settings = model, config, options, settings
+        self._model, self._config, self._options = model, config, options
+        self._settings = resolve_settings(config, options)
         self._is_loaded = threading.Event()
         self._kernels: str | None = None  # that are to be compiled
 
@@ -80,7 +79,7 @@ class Rehearsal:
         checkpoint = Checkpoint.open(self._model)
         if checkpoint.is_listed or sum(file.num_bytes for file in checkpoint.files.values()) < _LEAST_BYTES:
             return False
-        self._kernels = of_model(checkpoint, self._settings)
+        self._kernels = kernels_name(checkpoint, self._settings)
         return not are_compiled(self._kernels)
 
     def _run(self, parts: DeviceParts, budget: BatchingBudget) -> None:
@@ -104,7 +103,7 @@ class Rehearsal:
             "max_weight_memory": None,
             "speculate": "off",
         }
-        config = alone(config_keys(self._config), own)
+        config = config_alone(config_keys(self._config), own)
         config.pop("zero_optimization", None)  # the few layers stay on the device
         config["enable_cuda_graph"] = False  # a capture forbids what the load does meanwhile
         with LLM(self._model, config, prepare=FewLayers().prepare) as llm:

@@ -14,7 +14,7 @@ from zinfer.batching.llm import LLM
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.source import config_keys
-from zinfer.engine.kernel_cache import check_kernel_cache, note_compiled, of_model
+from zinfer.engine.kernel_cache import check_kernel_cache, kernels_name, note_compiled
 from zinfer.engine.prepare import PreparedModel
 from zinfer.errors import JobError
 from zinfer.model.sharding.sharding import Sharding
@@ -78,11 +78,11 @@ def warm_up(
     """
     folder, few = check_kernel_cache(), FewLayers()
     dtype = {"kv_cache_dtype": "int8"} if int8_kv_cache else {}
-    with LLM(model, alone(config_keys(config), dtype), prepare=few.prepare) as llm:
+    with LLM(model, config_alone(config_keys(config), dtype), prepare=few.prepare) as llm:
         begin_s = time.perf_counter()
         compute_passes(llm, model)
         seconds = time.perf_counter() - begin_s
-        note_compiled(of_model(Checkpoint.open(model), resolve_settings(config, dtype)))
+        note_compiled(kernels_name(Checkpoint.open(model), resolve_settings(config, dtype)))
         return WarmedUp(few.num_layers, few.num_all, llm.num_passes, llm.num_tokens, seconds, folder)
 
 
@@ -163,7 +163,7 @@ class FewLayers:
         return PreparedModel.of(module, checkpoint, settings, sharding, shorter)
 
 
-def alone(given: Mapping[str, object], stated: Mapping[str, object]) -> dict[str, Any]:
+def config_alone(given: Mapping[str, object], stated: Mapping[str, object]) -> dict[str, Any]:
     """Return a configuration without what concerns ranks, files that are written, and guesses by another model.
 
     Args:
