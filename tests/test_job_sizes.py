@@ -16,7 +16,7 @@ from zinfer.errors import ConfigError
 from zinfer.jobs import run_job
 from zinfer.jobs.manifest import read_manifest
 from zinfer.jobs.request import manifest_path
-from zinfer.jobs.token_rows import sample_lengths
+from zinfer.jobs.token_rows import sample_rows
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.planning import job_sizes
@@ -91,8 +91,8 @@ def test_rows_from_all_over_the_input_are_planned_for(
     assert list(job.prompt_lens).count(40) == 2
     assert job.num_rows == 40, "a fifth of the sampled rows cannot be used"
     limits = read_limits(build_meta_model(Checkpoint.open(model), None), None)
-    told, num_sampled, num_bad = sample_lengths(rows, model, 1000, 2, limits)
-    assert (told, num_sampled, num_bad) == (job, 10, 2)
+    sample = sample_rows(rows, model, 1000, 2, limits)
+    assert (sample.job(), sample.num_read, len(sample.bad)) == (job, 10, 2)
 
 
 def test_only_speed_that_is_asked_for_quantizes_the_cache(tmp_path: Path, machine: Machine) -> None:

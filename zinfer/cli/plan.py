@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -92,7 +92,7 @@ def plan(
             raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
         case = open_case(model, config, MachineOptions(machine, probe, host_memory, link, disk), parallel)
         document, tables, lines = (
-            _plan_batch(case, (batch_size or 32, prompt_len, new_tokens or _NEW_TOKENS), (ranks, nodes))
+            _plan_batch(case, (batch_size or 32, prompt_len, new_tokens), (ranks, nodes))
             if rows is None and input is None
             else _plan_job(case, model, config, (rows, input), (prompt_len, new_tokens), (ranks, nodes))
         )
@@ -106,21 +106,23 @@ def plan(
             print_text(console, line)
 
 
-_NEW_TOKENS: Final = 128
 _Found = tuple[dict[str, Any], list["Table"], list[str]]
 """A plan as a JSON document, as tables, and the lines printed below them."""
 
 
-def _plan_batch(case: "Case", lengths: tuple[int, int, int], ranks: tuple[int, int]) -> _Found:
+def _plan_batch(case: "Case", lengths: tuple[int, int, int | None], ranks: tuple[int, int]) -> _Found:
     with importing():
         from zinfer.cli.plan_ranks import arrange
         from zinfer.planning.advice import advise, fitting_changes
         from zinfer.planning.memory import Request
         from zinfer.planning.plan import plan_batch
         from zinfer.planning.tables import plan_document, plan_table
+        from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 
-    arranged = arrange(case, Request(*lengths), *ranks)
-    case, request = arranged.case, Request(*lengths).part(arranged.num_groups)
+    batch_size, prompt_len, new_tokens = lengths
+    whole = Request(batch_size, prompt_len, new_tokens or DEFAULT_NEW_TOKENS)
+    arranged = arrange(case, whole, *ranks)
+    case, request = arranged.case, whole.part(arranged.num_groups)
     try:
         planned = plan_batch(case, request)
     except PlanError as error:
@@ -166,17 +168,18 @@ def _job(
 ) -> tuple["Job", list[str]]:
     """Return the whole job, of stated rows or a file's, and notes on rows that are left out."""
     with importing():
-        from zinfer.jobs.token_rows import sample_lengths
+        from zinfer.jobs.token_rows import sample_rows
         from zinfer.planning.job_plan import Job
+        from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 
     (num_rows, input), (prompt_len, new_tokens) = rows, lengths
     if input is None:
-        return Job(num_rows or 1, [prompt_len], [new_tokens or _NEW_TOKENS]), []
+        return Job(num_rows or 1, [prompt_len], [new_tokens or DEFAULT_NEW_TOKENS]), []
     vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
-    job, num_sampled, num_unusable = sample_lengths(input, model, vocab, new_tokens, limits)
-    if not num_unusable:
-        return job, []
-    return job, [f"{num_unusable:,} of {num_sampled:,} sampled rows would fail, and are left out"]
+    sample = sample_rows(input, model, vocab, new_tokens, limits)
+    if not sample.bad:
+        return sample.job(), []
+    return sample.job(), [f"{len(sample.bad):,} of {sample.num_read:,} sampled rows would fail, and are left out"]
 
 
 def _with_ranks(found: _Found, arranged: "Arranged", tokens_per_s: float) -> _Found:

@@ -45,6 +45,11 @@ class RowSample:
         prompts = tuple(row for row in found if isinstance(row, Prompt))
         return cls(num_rows, prompts, tuple(row for row in found if isinstance(row, BadRow)))
 
+    @property
+    def num_read(self) -> int:
+        """Number of rows that were taken."""
+        return len(self.prompts) + len(self.bad)
+
     def job(self) -> Job:
         """Return the job of the whole input, without rows that will fail; each of several samples of a row is a row.
 
@@ -52,5 +57,5 @@ class RowSample:
             ConfigError: no row can be used.
         """
         several = [prompt for prompt in self.prompts for _ in range(prompt.params.n)]
-        num_sequences = round(self.num_rows * len(several) / max(len(self.prompts) + len(self.bad), 1))
+        num_sequences = round(self.num_rows * len(several) / max(self.num_read, 1))
         return Job(num_sequences, [len(each.token_ids) for each in several], [each.max_new_tokens for each in several])

@@ -15,7 +15,6 @@ from zinfer.jobs.row_sample import RowSample
 from zinfer.jobs.rows import BadRow, read_lines
 from zinfer.model.context_length import read_limits
 from zinfer.model.spec import is_generating_decoder
-from zinfer.planning.job_plan import Job
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import PromptEncoder, find_tokenizer
 
@@ -51,28 +50,24 @@ def read_token_rows(
     return found
 
 
-def sample_lengths(
+def sample_rows(
     input: Path, folder: Path, vocab_size: int, max_new_tokens: int | None, limits: LengthLimits
-) -> tuple[Job, int, int]:
-    """Estimate the job of an input file from rows sampled over the whole file.
+) -> RowSample:
+    """Return rows from all over an input file.
 
     Args:
         folder: checkpoint folder with the tokenizer.
         max_new_tokens: default for rows that do not set it; None: as for `zinfer.jobs.run_job`.
-
-    Returns:
-        The job of the whole file, without rows that will fail; the number of sampled rows; and how many of these fail.
 
     Raises:
         UnusableInput: the file has no rows, or there is no tokenizer.
         ConfigError: none of the sampled rows is valid.
     """
     sample = RowSample.read(_reader_of(input, folder, vocab_size, limits, max_new_tokens))
-    num_sampled, num_bad = len(sample.prompts) + len(sample.bad), len(sample.bad)
     if not sample.prompts:
         why = sample.bad[0].message
-        raise ConfigError(f"{input}: none of {num_sampled:,} sampled rows can be used: {why}")
-    return sample.job(), num_sampled, num_bad
+        raise ConfigError(f"{input}: none of {sample.num_read:,} sampled rows can be used: {why}")
+    return sample
 
 
 def _reader_of(
