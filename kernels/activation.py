@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from zinfer.kernels.launching import (
     dependent_options,
+    device_function,
     grid_dependency_wait,
     launch_dependents,
     launch_flat,
@@ -112,7 +113,22 @@ def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -
     return out
 
 
-@triton.jit
+@device_function
+def _erfc(z):  # type: ignore[no-untyped-def]
+    """Return erfc(x) for x >= 0, with a relative error of 1.2e-7 (Press et al., Numerical Recipes, 6.2, erfcc)."""
+    t = 1 / (1 + 0.5 * z)
+    p = -0.82215223 + t * 0.17087277
+    p = 1.48851587 + t * p
+    p = -1.13520398 + t * p
+    p = 0.27886807 + t * p
+    p = -0.18628806 + t * p
+    p = 0.09678418 + t * p
+    p = 0.37409196 + t * p
+    p = 1.00002368 + t * p
+    return t * tl.exp(-z * z - 1.26551223 + t * p)
+
+
+@device_function
 def activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the activation of float32 numbers in registers."""
     if ACTIVATION == "silu":
@@ -127,21 +143,6 @@ def activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         x = tl.where(x < 0, 0.0, x)  # a maximum would hide a NaN
     return x
-
-
-@triton.jit
-def _erfc(z):  # type: ignore[no-untyped-def]
-    """Return erfc(x) for x >= 0, with a relative error of 1.2e-7 (Press et al., Numerical Recipes, 6.2, erfcc)."""
-    t = 1 / (1 + 0.5 * z)
-    p = -0.82215223 + t * 0.17087277
-    p = 1.48851587 + t * p
-    p = -1.13520398 + t * p
-    p = 0.27886807 + t * p
-    p = -0.18628806 + t * p
-    p = 0.09678418 + t * p
-    p = 0.37409196 + t * p
-    p = 1.00002368 + t * p
-    return t * tl.exp(-z * z - 1.26551223 + t * p)
 
 
 @triton.jit

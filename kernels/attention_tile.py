@@ -10,10 +10,9 @@ apart in memory, but two words of two keys hold four such pairs. The four codes 
 queries and sums are split into four parts with every fourth column each; all columns below are columns of words.
 """
 
-import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import dot
+from zinfer.kernels.launching import device_function, dot
 from zinfer.kernels.widening import widen_bytes, widen_words
 
 # The largest product of a row that has seen no key: finite, so that no difference is NaN.
@@ -22,7 +21,7 @@ _LEAST_SCALE = tl.constexpr(2.0**-60)  # values whose scale is less may count as
 _SINK_LEVEL = tl.constexpr(-24.0)
 
 
-@triton.jit
+@device_function
 def _load_part(  # type: ignore[no-untyped-def]
     query, token, head, in_rows, query_token, query_head,
     HEAD_DIM: tl.constexpr, BEGIN: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
@@ -33,7 +32,7 @@ def _load_part(  # type: ignore[no-untyped-def]
     return tl.load(pointers + column[None, :], mask=in_rows[:, None] & (column < HEAD_DIM)[None, :], other=0)
 
 
-@triton.jit
+@device_function
 def load_rows(  # type: ignore[no-untyped-def]
     query, token, head, in_rows, query_token, query_head,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, WORDS: tl.constexpr,
@@ -50,7 +49,7 @@ def load_rows(  # type: ignore[no-untyped-def]
     return parts
 
 
-@triton.jit
+@device_function
 def first_state(  # type: ignore[no-untyped-def]
     sinks, head, in_rows, factor, counts_sink,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
@@ -71,7 +70,7 @@ def first_state(  # type: ignore[no-untyped-def]
     return most, total, (zeros, zeros, zeros, zeros) if WORDS else (zeros,)
 
 
-@triton.jit
+@device_function
 def whole_sums(sums, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Join the parts of sums in the order of the values' columns."""
     if WORDS:
@@ -80,7 +79,7 @@ def whole_sums(sums, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
         return sums[0]
 
 
-@triton.jit
+@device_function
 def _load(pointers, seen, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load; zeros for keys that are not ``seen`` (if MASKED) and columns that are not ``inside`` (if PADDED)."""
     if MASKED and PADDED:
@@ -93,7 +92,7 @@ def _load(pointers, seen, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):  
         return tl.load(pointers)
 
 
-@triton.jit
+@device_function
 def _numbers(found, dtype: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert page elements to a tuple in the query's dtype; exact for codes, which are whole numbers or e4m3."""
     if WORDS:
@@ -104,7 +103,7 @@ def _numbers(found, dtype: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.const
         return (found,)
 
 
-@triton.jit
+@device_function
 def _multiplied(parts, numbers):  # type: ignore[no-untyped-def]
     """Return the sum of the products of the parts of queries and keys."""
     found = dot(parts[0], numbers[0], None)
@@ -113,7 +112,7 @@ def _multiplied(parts, numbers):  # type: ignore[no-untyped-def]
     return found
 
 
-@triton.jit
+@device_function
 def _weighted(weights, numbers, sums, shrink):  # type: ignore[no-untyped-def]
     """Add a tile's weighted values to the sums, part by part."""
     found = ()
@@ -122,7 +121,7 @@ def _weighted(weights, numbers, sums, shrink):  # type: ignore[no-untyped-def]
     return found
 
 
-@triton.jit
+@device_function
 def _page_of(table, start, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the pages of a tile's keys, a number if it is in one page; keys from ``end`` on get the last page."""
     last = tl.maximum(end - 1, 0)
@@ -132,7 +131,7 @@ def _page_of(table, start, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexp
         return tl.load(table + tl.minimum(start + tl.arange(0, BLOCK_KEYS), last) // PAGE_SIZE)
 
 
-@triton.jit
+@device_function
 def _slots(page, start, stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the offsets of a tile's keys, with pages ``stride`` apart: a common offset (int64) and one per key.
 
@@ -145,7 +144,7 @@ def _slots(page, start, stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexp
         return tl.full((), 0, tl.int64), page.to(tl.int64) * stride + within
 
 
-@triton.jit
+@device_function
 def _level(scale, factor):  # type: ignore[no-untyped-def]
     """Return the logarithm of a value's scale, to about a tenth, in units of products, from its bits as an integer."""
     bits = tl.maximum(scale, _LEAST_SCALE).to(tl.int32, bitcast=True)
@@ -153,7 +152,7 @@ def _level(scale, factor):  # type: ignore[no-untyped-def]
     return tl.fma(wide, 2.0**-15 / factor, -(2.0**8 + 127) / factor)
 
 
-@triton.jit
+@device_function
 def _finish(  # type: ignore[no-untyped-def]
     scores, place, key_place, slope, seen, scale, softcap, window, MASKED: tl.constexpr
 ):
@@ -173,7 +172,7 @@ def _finish(  # type: ignore[no-untyped-def]
     return scores
 
 
-@triton.jit
+@device_function
 def attend(  # type: ignore[no-untyped-def]
     most, total, sums,
     query, place, slope,

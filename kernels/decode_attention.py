@@ -14,7 +14,13 @@ import triton.language as tl
 from zinfer.kernels.attention_arguments import AttentionRule, tile_arguments, words_fit
 from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
-from zinfer.kernels.launching import dependent_options, grid_dependency_wait, launch_dependents, on_device
+from zinfer.kernels.launching import (
+    dependent_options,
+    device_function,
+    grid_dependency_wait,
+    launch_dependents,
+    on_device,
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def decode_attention(
                 )
 
 
-@triton.jit
+@device_function
 def _split_of(  # type: ignore[no-untyped-def]
     length, window, SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr
 ):

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import on_device
+from zinfer.kernels.launching import device_function, on_device
 
 _MOST_COMPARED: Final = 8192
 """Most pairs that are compared with all others: some 70 million comparisons still take less time than a sort."""
@@ -89,7 +89,7 @@ def pair_order_kernel(chosen: torch.Tensor, num_experts: int) -> PairOrder:
     return order, ends
 
 
-@triton.jit
+@device_function
 def _load_experts(chosen_ptr, number, pairs):  # type: ignore[no-untyped-def]
     """Load the experts of some pairs; past the last pair, a number above all others."""
     return tl.load(chosen_ptr + number, mask=number < pairs, other=0x7FFFFFFF).to(tl.int32)[None, :]

@@ -8,12 +8,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from zinfer.kernels import fragment_ptx as ptx
+from zinfer.kernels.launching import device_function
 
 _DEPTH = tl.constexpr(4)  # steps in a turn
 _STAGES = tl.constexpr(2)  # turns of x in shared memory
 
 
-@triton.jit
+@device_function
 def _load(ptr, is_there):  # type: ignore[no-untyped-def]
     """Load codes of 32 rows and 64 columns: two tiles of 4 words; undefined if not ``is_there``."""
     WORDS: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
@@ -24,7 +25,7 @@ def _load(ptr, is_there):  # type: ignore[no-untyped-def]
     return low, high
 
 
-@triton.jit
+@device_function
 def _load_scales(ptr, is_there):  # type: ignore[no-untyped-def]
     """Load a word of scales for each of the two tiles, as a tuple each; undefined if not ``is_there``."""
     WORDS: tl.constexpr = (tl.int32, tl.int32)
@@ -34,18 +35,18 @@ def _load_scales(ptr, is_there):  # type: ignore[no-untyped-def]
     return (low,), (high,)
 
 
-@triton.jit
+@device_function
 def _with_token(token, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit
+@device_function
 def _read(address):  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
     return tl.inline_asm_elementwise(ptx.READ, "=r,=r,=r,=r,r", [address], dtype=WORDS, is_pure=False, pack=1)
 
 
-@triton.jit
+@device_function
 def _read_x(address, OCTETS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Read x of 64 columns: 8 words for each octet of tokens."""
     words = _read(address) + _read(address + 512)
@@ -54,7 +55,7 @@ def _read_x(address, OCTETS: tl.constexpr):  # type: ignore[no-untyped-def]
     return words
 
 
-@triton.jit
+@device_function
 def _stage(address, ptr, token, tokens, columns, OCTETS: tl.constexpr, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Start copying a turn of x into fragment order, 16 bytes of a thread's token at a time.
 
@@ -69,14 +70,14 @@ def _stage(address, ptr, token, tokens, columns, OCTETS: tl.constexpr, THREADS: 
         tl.inline_asm_elementwise(ASM, "=r,r,l,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit
+@device_function
 def _accumulate(operands, sums, OCTETS: tl.constexpr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr):  # type: ignore[no-untyped-def]
     FOUR: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
     KINDS: tl.constexpr = FOUR if OCTETS == 1 else FOUR + FOUR
     return tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands + sums, dtype=KINDS, is_pure=True, pack=1)
 
 
-@triton.jit
+@device_function
 def _turn(  # type: ignore[no-untyped-def]
     codes, scales, sums, none, token, next_codes_ptr, next_scales_ptr, has_next, address,
     IS_BFLOAT: tl.constexpr, OCTETS: tl.constexpr, STEPS_PER_GROUP: tl.constexpr,
@@ -108,7 +109,7 @@ def _turn(  # type: ignore[no-untyped-def]
     return next_codes, next_scales, sums
 
 
-@triton.jit
+@device_function
 def _exchange(sums, k_warp, own, others, OCTETS: tl.constexpr, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add the sums of two ranges of columns: the first range gets those of its warps' lower tiles, the other the rest.
 
@@ -132,7 +133,7 @@ def _exchange(sums, k_warp, own, others, OCTETS: tl.constexpr, THREADS: tl.const
     return values
 
 
-@triton.jit
+@device_function
 def _finish(  # type: ignore[no-untyped-def]
     values, bias_ptr, out_ptr, sums_ptr, counters_ptr,
     tile, num_tiles, all_turns, thread, row, first_token, tokens, rows,

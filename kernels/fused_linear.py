@@ -12,7 +12,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from zinfer.kernels.dequantize import kernel_parts
-from zinfer.kernels.launching import dot, on_device
+from zinfer.kernels.launching import device_function, dot, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.tiles import Cut, FusedTiles, most_columns, tiles_for
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
@@ -88,7 +88,7 @@ def _pairs(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32)
 
 
-@triton.jit
+@device_function
 def _accumulate(weights, x, sums, WEIGHTS_LEFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add the products of weights [rows, columns] and x [tokens, columns] to sums, [rows, tokens] or transposed."""
     if WEIGHTS_LEFT:
@@ -97,7 +97,7 @@ def _accumulate(weights, x, sums, WEIGHTS_LEFT: tl.constexpr):  # type: ignore[n
         return dot(x, tl.trans(weights), sums)
 
 
-@triton.jit
+@device_function
 def _multiply(  # type: ignore[no-untyped-def]
     x, codes, zero, sums,
     IS_BFLOAT: tl.constexpr, FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr,

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import dot
+from zinfer.kernels.launching import device_function, dot
 from zinfer.kernels.widening import widen_bytes, widen_nibbles, widen_words
 
 
-@triton.jit
+@device_function
 def _find_tile(ends_ptr, order_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the expert of a tile of tokens, its pairs, and a mask of valid ones; no expert past the last tile."""
     number = tl.arange(0, EXPERTS)
@@ -22,13 +22,13 @@ def _find_tile(ends_ptr, order_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_
     return expert, tl.load(order_ptr + place, mask=inside, other=0), inside
 
 
-@triton.jit
+@device_function
 def _accumulate(weights, x, sums):  # type: ignore[no-untyped-def]
     """Add the products of weights [rows, columns] and x [tokens, columns] to sums [rows, tokens]."""
     return dot(weights.to(x.dtype), tl.trans(x), sums)
 
 
-@triton.jit
+@device_function
 def _multiply(  # type: ignore[no-untyped-def]
     parts, stored, zero, sums, high_sums,
     FORM: tl.constexpr, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ZERO: tl.constexpr,
@@ -60,7 +60,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             return _accumulate(high, parts[1], sums), high_sums
 
 
-@triton.jit
+@device_function
 def _find_fragments(stored_ptr, line, unit, expert, rows, width, groups):  # type: ignore[no-untyped-def]
     """Return the first rows of an expert's lines in fragment order, the pointers of units, and those of scales."""
     tile = expert.to(tl.int64) * (rows // 16) + tl.minimum(line // 8, rows // 16 - 1)
@@ -69,7 +69,7 @@ def _find_fragments(stored_ptr, line, unit, expert, rows, width, groups):  # typ
     return line // 8 * 16 + line % 8, line_ptrs[:, None] + (unit // 64 * 2048 + unit % 64)[None, :], scale_place
 
 
-@triton.jit
+@device_function
 def _find_rows(stored_ptr, line, unit, expert, rows, expert_stride, stride, groups, TRANSPOSED: tl.constexpr):  # type: ignore[no-untyped-def]
     """As `_find_fragments`, for rows or columns in plain order."""
     # Contiguous rows are masked, not clamped: clamped addresses would not be loaded 16 bytes at a time.
@@ -79,7 +79,7 @@ def _find_rows(stored_ptr, line, unit, expert, rows, expert_stride, stride, grou
     return line, line_ptrs[:, None] + unit_places[None, :], (expert.to(tl.int64) * rows + stored_row) * groups
 
 
-@triton.jit
+@device_function
 def _load_step(  # type: ignore[no-untyped-def]
     stored_ptrs, x_ptrs, step, step_places, unit, width, inside, row, rows, part,
     BLOCK: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -100,7 +100,7 @@ def _load_step(  # type: ignore[no-untyped-def]
     return stored, parts
 
 
-@triton.jit
+@device_function
 def _store(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows):  # type: ignore[no-untyped-def]
     """Write sums [rows, tokens] of some rows of an expert to their pairs' rows of the result."""
     if bias_ptr is not None:

@@ -62,7 +62,19 @@ def launch_flat(kernel: Any, out: torch.Tensor, *operands: torch.Tensor, **const
             )
 
 
-@triton.jit
+def device_function(function: Any) -> Any:
+    """Decorate a function that kernels call, as `triton.jit`, and hash it at once; those that it calls come before it.
+
+    Triton puts the constants that a function uses into the hash of a kernel only if the function was hashed before.
+    So the hash would depend on which kernel runs first, and a process would compile again what another one has.
+    """
+    found = triton.jit(function)
+    if not INTERPRETED:
+        hash(found)
+    return found
+
+
+@device_function
 def dot(left, right, sums):  # type: ignore[no-untyped-def]
     """Add a product of tiles to sums; in float32 under the interpreter, which has no bfloat16 arithmetic."""
     if not COMPILED:
@@ -70,7 +82,7 @@ def dot(left, right, sums):  # type: ignore[no-untyped-def]
     return tl.dot(left, right, sums, input_precision="ieee")
 
 
-@triton.jit
+@device_function
 def launch_dependents(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Call first: lets the next kernel start once every program reaches this point (PDL).
 
@@ -80,7 +92,7 @@ def launch_dependents(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-de
         gdc_launch_dependents()
 
 
-@triton.jit
+@device_function
 def grid_dependency_wait(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for the previous kernels. Before this, a kernel must touch nothing that they may write.
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import on_device
+from zinfer.kernels.launching import device_function, on_device
 
 MOST_PROGRAMS: Final = 24
 """Programs of a launch at the most; each has a channel of the signal pads."""
@@ -63,12 +63,12 @@ def _sum_over_peers(  # type: ignore[no-untyped-def]
     _meet(pads_ptr, channel, RANK, SIZE)
 
 
-@triton.jit
+@device_function
 def _pointer(place, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.multiple_of(tl.load(place).to(KIND), 16)
 
 
-@triton.jit
+@device_function
 def _meet(pads_ptr, channel, RANK: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for the programs of this number on all ranks; what they have written before is then visible here."""
     row = (channel + tl.program_id(0)) * SIZE

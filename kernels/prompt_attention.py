@@ -15,7 +15,7 @@ import triton.language as tl
 from zinfer.kernels.attention_arguments import AttentionRule, tile_arguments
 from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
-from zinfer.kernels.launching import on_device
+from zinfer.kernels.launching import device_function, on_device
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def prompt_attention(
         )
 
 
-@triton.jit
+@device_function
 def _segment_of(tile, starts, first_segment, segments, TILE_QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the segment, counted from the first, and the tile's number in it.
 

@@ -6,7 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import dependent_options, grid_dependency_wait, launch_dependents, on_device
+from zinfer.kernels.launching import (
+    dependent_options,
+    device_function,
+    grid_dependency_wait,
+    launch_dependents,
+    on_device,
+)
 
 _HEADS: Final = 64  # of a token, in a program
 _WARPS: Final = 4
@@ -85,7 +91,7 @@ def rotate_kernel(
     return rotated_queries, rotated_keys
 
 
-@triton.jit
+@device_function
 def _load_pairs(  # type: ignore[no-untyped-def]
     source, head, pair, head_stride, column_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -104,7 +110,7 @@ def _load_pairs(  # type: ignore[no-untyped-def]
     return first.to(tl.float32), second.to(tl.float32)
 
 
-@triton.jit
+@device_function
 def _store_pairs(  # type: ignore[no-untyped-def]
     target, first, second, head, pair,
     HEADS: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr,

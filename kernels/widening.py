@@ -7,10 +7,9 @@ This is exact: the results are whole numbers. Triton's interpreter has no PTX an
 results are float32.
 """
 
-import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import COMPILED
+from zinfer.kernels.launching import COMPILED, device_function
 
 
 def _bytes_asm(bfloat: bool, signed: bool) -> str:
@@ -88,7 +87,7 @@ _NIBBLES_TO_FP16 = tl.constexpr(_nibbles_asm(bfloat=False))
 _NIBBLES_TO_BF16 = tl.constexpr(_nibbles_asm(bfloat=True))
 
 
-@triton.jit
+@device_function
 def widen_bytes(codes, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert 8-bit codes to float16 or bfloat16: int8, uint8 less 128, or the bits of e4m3 numbers (IS_FLOAT)."""
     signed: tl.constexpr = codes.dtype == tl.int8
@@ -104,7 +103,7 @@ def widen_bytes(codes, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr):  # type
         return tl.inline_asm_elementwise(to_fp16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
 
 
-@triton.jit
+@device_function
 def widen_words(words, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert words of four codes to float16 or bfloat16: the first code of each, the second, and so on.
 
@@ -126,7 +125,7 @@ def widen_words(words, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr):  # type
         return tl.inline_asm_elementwise(to_fp16, "=r,=r,=r,=r,r,r", [words], dtype=fp16s, is_pure=True, pack=2)
 
 
-@triton.jit
+@device_function
 def widen_nibbles(codes, IS_BFLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert 4-bit codes less 8 to float16 or bfloat16: from the low halves of bytes, and from the high halves."""
     if not COMPILED:

@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.kv_pages import KVPages, takes_kernels, write_pages_ref
-from zinfer.kernels.launching import COMPILED, dependent_options, grid_dependency_wait, launch_dependents, on_device
+from zinfer.kernels.launching import (
+    COMPILED,
+    dependent_options,
+    device_function,
+    grid_dependency_wait,
+    launch_dependents,
+    on_device,
+)
 
 _TILE_ELEMENTS: Final = 4096
 _WARPS: Final = 4
@@ -63,7 +70,7 @@ def write_pages_kernel(pages: KVPages, keys: torch.Tensor, values: torch.Tensor,
         )
 
 
-@triton.jit
+@device_function
 def _rounded_to_e4m3(wide):  # type: ignore[no-untyped-def]
     """Round to the nearest e4m3 numbers, ties to even, in float32: the interpreter's conversion drops the carry."""
     power = (wide.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -73,7 +80,7 @@ def _rounded_to_e4m3(wide):  # type: ignore[no-untyped-def]
     return tl.where(wide < 0, -near, near)
 
 
-@triton.jit
+@device_function
 def _write(  # type: ignore[no-untyped-def]
     source, target, scales, token, place, head, inside,
     token_stride, head_stride, column_stride, place_stride, place_head,

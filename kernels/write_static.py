@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import on_device
+from zinfer.kernels.launching import device_function, on_device
 
 _TILE_ELEMENTS: Final = 4096
 _WARPS: Final = 8
@@ -67,7 +67,7 @@ def write_static(
         )
 
 
-@triton.jit
+@device_function
 def _read(  # type: ignore[no-untyped-def]
     source, batch, head, token, inside, batch_stride, head_stride, token_stride, column_stride,
     DIM: tl.constexpr, COLUMNS: tl.constexpr,
@@ -79,7 +79,7 @@ def _read(  # type: ignore[no-untyped-def]
     return tl.load(source + begin[:, None] + column.to(tl.int64)[None, :] * column_stride, mask=mask, other=0)
 
 
-@triton.jit
+@device_function
 def _put(target, numbers, row, inside, DIM: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     column = tl.arange(0, COLUMNS)
     mask = inside[:, None] & (column < DIM)[None, :]

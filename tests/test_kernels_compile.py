@@ -1,11 +1,30 @@
 """The kernels compile to machine code for compute capability 9.0 without a GPU; what they do there, `gpu` tests see."""
 
+import ast
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from zinfer import kernels
+
+_HASHES = """
+import importlib, json, pkgutil, sys
+import zinfer.kernels
+names = [each.name for each in pkgutil.iter_modules(zinfer.kernels.__path__)]
+modules = [importlib.import_module("zinfer.kernels." + name) for name in names]
+from triton.runtime.jit import JITFunction
+found = {
+    f"{module.__name__}.{name}": function
+    for module in modules
+    for name, function in vars(module).items()
+    if isinstance(function, JITFunction) and function.__module__ == module.__name__
+}
+print(json.dumps({name: found[name].cache_key for name in sorted(found, reverse=sys.argv[1] == "reversed")}))
+"""
 
 
 @pytest.mark.slow
@@ -61,3 +80,24 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         assert early == (["early-ld"] if name in weights_early else []), (name, early)
         products = [each for each in found if each not in early]
         assert bool(products) == (name in on_tensor_cores), (name, products)
+
+
+def test_a_kernels_hash_does_not_depend_on_which_kernel_runs_first() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    children = [
+        subprocess.Popen([sys.executable, "-c", _HASHES, order], stdout=subprocess.PIPE, text=True, env=environment)
+        for order in ("sorted", "reversed")
+    ]
+    forward, backward = (json.loads(child.communicate()[0]) for child in children)
+    assert forward == backward
+    assert len(forward) > 50
+
+
+def test_functions_that_kernels_call_are_hashed_with_those_that_they_call() -> None:
+    for file in Path(kernels.__path__[0]).glob("*.py"):
+        functions = [each for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)]
+        lines = {each.name: each.lineno for each in functions}
+        for caller in functions:
+            if "device_function" in {ast.unparse(each) for each in caller.decorator_list}:
+                names = {each.id for each in ast.walk(caller) if isinstance(each, ast.Name)}
+                assert [name for name in names if lines.get(name, 0) > caller.lineno] == [], (file.name, caller.name)
