@@ -14,6 +14,7 @@ from zinfer.kernels.kv_pages import KVPages
 from zinfer.kv_cache.base import PageCache, check_kernels, page_rows
 from zinfer.kv_cache.swap import UNLIMITED, SwapPlace, SwapSpace
 from zinfer.model.spec import KVShape
+from zinfer.sampling.async_copy import send
 from zinfer.scheduling.schedule import Chunk
 
 _MOVED_AT_ONCE_BYTES: Final = 64 << 20  # moves need a temporary copy of this size
@@ -94,4 +95,4 @@ class KVCache(PageCache):
         return [page_rows(part, self.num_pages) for part in self._parts]
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(pages, dtype=torch.int64, device=self.device)
+        return send(pages, torch.int64, self.device)

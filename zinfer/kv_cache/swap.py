@@ -10,6 +10,7 @@ import torch
 from zinfer.nvme.aligned import align_up
 from zinfer.nvme.memory import map_memory
 from zinfer.nvme.scratch import ScratchFile
+from zinfer.sampling.async_copy import send
 
 MOVED_AT_ONCE_BYTES: Final = 64 << 20  # or one page: copied on the device first
 
@@ -157,7 +158,7 @@ class SwapSpace:
         return self._staged[:count].numpy().data.cast("B")
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(pages, dtype=torch.int64, device=self._rows[0].device)
+        return send(pages, torch.int64, self._rows[0].device)
 
 
 def _row_bytes(row: torch.Tensor) -> int:

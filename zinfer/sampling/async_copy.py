@@ -1,9 +1,13 @@
 """Small asynchronous copies between host and device."""
 
 import functools
+import threading
+from collections import deque
 from collections.abc import Sequence
 
 import torch
+
+from zinfer.kernels.read_pinned import read_pinned
 
 
 def send(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -12,25 +16,42 @@ def send(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: t
 
 
 def send_pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor in pinned memory to the device, before everything launched from now on.
+    """Copy a tensor of 4 or 8 bytes a number from pinned memory to the device, before everything launched from now on.
 
-    The copy uses a stream of its own, so that it overlaps earlier compute, even if it waits behind a slab on the link.
+    The copy uses a stream of its own, so that it overlaps earlier compute, and no slab on the link holds it up.
     """
     if device.type != "cuda":
         return host.to(device)
     compute = torch.cuda.current_stream(device)
-    own = _stream(compute.device)
-    with torch.cuda.stream(own):
-        copy = host.to(device, non_blocking=True)
-    compute.wait_stream(own)
-    copy.record_stream(compute)
-    return copy
+    return _sender(compute.device).send(host, compute)
+
+
+class _Sender:
+    """Sends to one GPU; keeps what is read until then, for torch would give its memory to the next tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        # torch reuses a few streams of each priority in turn; slabs use streams of the default priority.
+        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._device = device
+        self._read = deque[tuple[torch.cuda.Event, torch.Tensor]]()
+        self._lock = threading.Lock()
+
+    def send(self, host: torch.Tensor, compute: torch.cuda.Stream) -> torch.Tensor:
+        with torch.cuda.stream(self.stream):
+            copy = read_pinned(host, self._device)
+            read = self.stream.record_event()
+        compute.wait_event(read)
+        copy.record_stream(compute)
+        with self._lock:
+            self._read.append((read, host))
+            while self._read and self._read[0][0].query():  # type: ignore[no-untyped-call]
+                self._read.popleft()
+        return copy
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    # torch reuses a few streams of each priority in turn; slabs use streams of the default priority.
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+def _sender(device: torch.device) -> _Sender:
+    return _Sender(device)
 
 
 class DeviceToHostCopy:
