@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import zinfer
 from zinfer.batching.ragged import BatchBuilder, RaggedBatch
-from zinfer.batching.runner import PassRunner
+from zinfer.batching.runner import PassRunner, with_few_counts
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.kv_cache.host import HostedKVCache
@@ -182,8 +182,8 @@ class Reference:
         return Chunk(text, text.num_computed, end, end == text.num_tokens)
 
     def _pass(self, runner: PassRunner, chunks: Sequence[Chunk], batch: RaggedBatch) -> None:
-        logits = runner.run(batch)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        logits = runner.run(with_few_counts(batch))[: len(sampling)]  # as a GPU computes them
         assert len(logits) == len(sampling)
         for text, found in zip(sampling, logits.cpu(), strict=True):
             step = len(text.output_ids)

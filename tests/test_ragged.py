@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinfer.batching.ragged import BatchBuilder, Pending, RaggedBatch
+from zinfer.planning.pass_sizes import logit_rows
 from zinfer.scheduling.schedule import Chunk, Chunks
 from zinfer.scheduling.sequence import PENDING, Sequence
 
@@ -43,6 +44,13 @@ def check(batch: RaggedBatch, chunks: list[Chunk], page_size: int, most_part_tok
             assert [size == 1 for size in sizes] == [place < layout.num_decodes for place in range(len(sizes))]
         seen += len(own)
     assert seen == len(tokens) == batch.num_tokens
+
+
+@given(wanted=st.integers(0, 5000))
+def test_a_gpu_computes_few_more_logits_than_are_wanted(wanted: int) -> None:
+    assert wanted <= logit_rows(wanted) <= 2 * wanted
+    assert logit_rows(wanted) - wanted < 64
+    assert len({logit_rows(each) for each in range(wanted)}) <= 8 + wanted // 64
 
 
 @given(

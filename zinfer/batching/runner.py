@@ -22,6 +22,7 @@ from zinfer.model.batching_support import wants_mask
 from zinfer.model.module_patches import ModulePatches
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.kv_budget import BatchingBudget
+from zinfer.planning.pass_sizes import logit_rows
 
 
 def open_pages(model: StreamedModel, spec: ModelSpec, budget: BatchingBudget) -> PageCache:
@@ -45,6 +46,14 @@ def open_pages(model: StreamedModel, spec: ModelSpec, budget: BatchingBudget) ->
     return HostedKVCache(
         *place, swap_place, windows=spec.attention_windows, synchronous=settings.synchronous, trace=model.trace
     )
+
+
+def with_few_counts(batch: RaggedBatch) -> RaggedBatch:
+    """Return the batch with the logits of its last token again and again, so that numbers of logits are few."""
+    num_more = logit_rows(len(batch.wanted)) - len(batch.wanted)
+    if num_more == 0:
+        return batch
+    return replace(batch, wanted=torch.cat([batch.wanted, batch.wanted[-1:].expand(num_more)]))
 
 
 class PassRunner:
@@ -86,7 +95,8 @@ class PassRunner:
         """
         self.num_passes += 1
         if batch.form is None or self._graphs is None:
-            return self._call(lambda: self._forward(batch))
+            padded = with_few_counts(batch) if self.model.device.type == "cuda" else batch
+            return self._call(lambda: self._forward(padded))[: len(batch.wanted)]
         (part,), graphs = batch.parts, self._graphs
         starts, contexts, pages = part.layout.query_starts, part.layout.context_lengths, part.layout.page_table
         numbers = batch.input_ids, batch.position_ids, batch.wanted, part.places, starts, contexts, pages

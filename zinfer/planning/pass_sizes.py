@@ -25,6 +25,7 @@ PIECE_PARTS: Final = 4
 """Parts of the sampler in a piece of the head's output, where a prompt's tokens are scored."""
 # Graphs keep their logits: those of 1 to 64 rows (`zinfer.batching.decode_bucket`), at two lengths of context.
 _GRAPH_ROWS: Final = 600
+_FEW_LOGIT_ROWS: Final = 64
 _RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
 
 
@@ -36,6 +37,17 @@ class PassSizes(NamedTuple):
     max_sequences: int
     part_logits: int
     activation_bytes: int
+
+
+def logit_rows(num_rows: int) -> int:
+    """Return how many rows of logits a GPU computes where so many are wanted: one of few numbers.
+
+    cuBLAS has a kernel for every few rows, and loads it when it is first launched. That waits for all that the device
+    has to do, and meanwhile nothing else is launched.
+    """
+    if num_rows <= _FEW_LOGIT_ROWS:
+        return 1 << (num_rows - 1).bit_length() if num_rows else 0
+    return -(-num_rows // _FEW_LOGIT_ROWS) * _FEW_LOGIT_ROWS
 
 
 def find_pass_sizes(
@@ -79,9 +91,10 @@ def find_pass_sizes(
         tokens = stated.tokens_per_pass or most
         sequences = min(_MAX_SEQUENCES, most // _LEAST_TOKENS_PER_SEQUENCE)
         max_sequences = min(stated.max_sequences or sequences, tokens)
-        layers = max(layer_bytes(1, min(tokens, part_tokens)), layer_bytes(max_sequences, 1))
+        num_rows = logit_rows(max_sequences) if on_cuda else max_sequences
+        layers = max(layer_bytes(1, min(tokens, part_tokens)), layer_bytes(num_rows, 1))
         residual = _RESIDUAL_COPIES * tokens * spec.hidden * dtype.itemsize
-        nbytes = kept_bytes + residual + max(layers, sampling_bytes(max_sequences, tokens))
+        nbytes = kept_bytes + residual + max(layers, sampling_bytes(num_rows, tokens))
         if nbytes <= most_bytes or most == _FEWEST_TOKENS_PER_PASS:
             return PassSizes(tokens, min(tokens, part_tokens), max_sequences, part_logits, nbytes)
         most //= 2
