@@ -6,9 +6,11 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
+from threading import Thread
 
 import torch
 import triton
+from triton.runtime.cache import triton_key
 
 from zinfer import __version__
 from zinfer.checkpoint import Checkpoint
@@ -39,6 +41,7 @@ def check_kernel_cache() -> Path:
 @cache
 def ensure_kernel_cache() -> None:
     """Let kernels be compiled for this process alone where its folder cannot be written; a warning says so."""
+    Thread(target=triton_key, name="zinfer-triton-key", daemon=True).start()  # 0.3 s before the first kernel otherwise
     try:
         check_kernel_cache()
     except ConfigError as error:
