@@ -1,11 +1,13 @@
 """`zinfer bench`: a job on random weights moves the bytes of a real one, and its numbers are finite."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plan_support import machine_with, rates
 from typer.testing import CliRunner, Result
 
 from zinfer.cli import app
@@ -18,6 +20,8 @@ from zinfer.jobs import memory_cap
 from zinfer.jobs.bench import BenchRequest, BenchResult, run_bench
 from zinfer.jobs.bench_summary import bench_document, bench_table
 from zinfer.jobs.memory_cap import held_beyond
+from zinfer.planning import job_sizes
+from zinfer.planning.presets import Machine
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -109,6 +113,24 @@ def test_a_shape_streams_from_disk(config: dict[str, Any], weights: str | None, 
     assert stats.disk_bytes_per_pass == found.tier_bytes["DISK"] > 0
     assert stats.bytes_read_disk >= stats.loaded_bytes + 2 * stats.disk_bytes_per_pass
     assert stats.bytes_to_device == found.tier_bytes["DEVICE"] + 2 * stats.streamed_bytes_per_pass
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_sizes_are_planned_with_the_disk_of_the_random_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the disk of a model without files would count as infinitely fast."""
+    read: list[tuple[Path, int]] = []
+
+    def found(settings: Settings, files: Sequence[Path] | None) -> Machine:
+        assert files is not None
+        read.extend((file.parent.parent, file.stat().st_size) for file in files)
+        return machine
+
+    machine = machine_with(1_000_000_000, 10**10, rates(link_bytes_per_s=1e8))
+    monkeypatch.setattr(job_sizes, "this_machine", found)
+    monkeypatch.setattr(job_sizes, "find_limits", lambda settings: machine.limits)
+    monkeypatch.setattr("zinfer.jobs.bench._SAMPLE_BYTES", 1 << 20)
+    assert bench(folder_of(LLAMA, tmp_path), config=on_disk(tmp_path)).num_new_tokens == 6
+    assert read == [(tmp_path / "scratch", 1 << 20)]
     assert list((tmp_path / "scratch").iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.folder import CONFIG_NAME, absolute
 from zinfer.config import Settings, resolve_settings
 from zinfer.display import shown
-from zinfer.engine.random_weights import RandomWeights
+from zinfer.engine.random_weights import RandomWeights, write_random
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
 from zinfer.jobs.bench_request import BenchRequest
 from zinfer.jobs.bench_result import BenchResult
@@ -34,14 +34,15 @@ from zinfer.model.outline import is_known_model, made_up_model
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
 from zinfer.planning.job_plan import Job
-from zinfer.planning.job_sizes import choose_sizes
+from zinfer.planning.job_sizes import Sizes, choose_sizes, plans_sizes
 from zinfer.probe.limits import choose_device
-from zinfer.ranks.group import all_values, join_group
+from zinfer.ranks.group import RankGroup, all_values, join_group
 from zinfer.ranks.mesh import Mesh
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.units import human_bytes
 
 _SEED: Final = 0
+_SAMPLE_BYTES: Final = 512 << 20  # to measure the disk with
 
 
 def run_bench(request: BenchRequest, console: Console | None = None) -> BenchResult:
@@ -79,15 +80,35 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
             meter.begin("loading")
             weights, begin_s = RandomWeights(folder, request.experts, partition), time.perf_counter()
             job = Job(len(prompts) * mesh.size, [*map(len, prompts)], [request.new_tokens] * len(prompts))
-            hosts = len(set(group.hosts)) if group else 1
-            sizes = choose_sizes(checkpoint.folder, settings, job, meter.note, mesh, hosts)
-            with _open(request, checkpoint, keys | sizes, weights) as llm:
+            sizes = _choose_sizes(folder, checkpoint, settings, job, meter, mesh, group)
+            with _open(request, checkpoint, {**keys, **sizes}, weights) as llm:
                 start_s = time.perf_counter() - begin_s
                 found = _measure(request, llm, weights, prompts, meter, start_s, held)
             if group is not None:
                 return BenchResult.together(all_values(group, found), mesh)
             meter.begin("comparing")
             return replace(found, compared=_compared(request, checkpoint, prompts, found, folder))
+
+
+def _choose_sizes(
+    scratch: Path,
+    checkpoint: Checkpoint,
+    settings: Settings,
+    job: Job,
+    meter: Meter,
+    mesh: Mesh,
+    group: RankGroup | None,
+) -> Sizes:
+    """Return the sizes that the first rank chooses for all, by the rate of the disk that holds the random weights."""
+    found: Sizes = {}
+    if plans_sizes(settings) and (group is None or group.rank == 0):
+        num_hosts, sample = len(set(group.hosts)) if group else 1, scratch / "sample.bin"
+        write_random(sample, _SAMPLE_BYTES, torch.float16)
+        try:
+            found = choose_sizes(checkpoint.folder, settings, job, meter.note, mesh, num_hosts, [sample])
+        finally:
+            sample.unlink()
+    return found if group is None else all_values(group, found)[0]
 
 
 def _share_of(prompts: list[list[int]], request: BenchRequest, share: int, mesh: Mesh) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, TypeAlias
 
 from zinfer.config import Settings
@@ -37,6 +38,7 @@ def choose_sizes(
     say: Callable[[str], object],
     mesh: Mesh = ALONE,
     num_hosts: int = 1,
+    files: Sequence[Path] = (),
 ) -> dict[str, int | str]:
     """Return the sizes with which the job is predicted to be the fastest; none on a CPU, where one memory holds all.
 
@@ -46,13 +48,14 @@ def choose_sizes(
     fit, which is said.
 
     Args:
-        model: a checkpoint folder, one with config.json alone, or the name of a published model. Without files the disk
-            is as `zinfer probe` found it, or counts as infinitely fast.
+        model: a checkpoint folder, one with config.json alone, or the name of a published model.
         settings: of the job.
         job: all rows, by a sample of at least one.
         say: called with what was chosen, and with the next best.
         mesh: how the ranks are arranged.
         num_hosts: that they are on.
+        files: on the disk that is read, for a model without files; without any the disk is as `zinfer probe` found it,
+            or counts as infinitely fast.
     """
     if not plans_sizes(settings):
         return {}
@@ -65,8 +68,8 @@ def choose_sizes(
         say("the usual sizes, since the memory beside zinfer.draft_model is known once that is loaded")
         return unplanned
     outline = read_outline(model, settings.dtype, settings.quantization)
-    is_probed = recall(read_card("cuda")) is not None
-    machine = this_machine(settings, outline.files if outline.files or is_probed else None)
+    read, is_probed = outline.files or files, recall(read_card("cuda")) is not None
+    machine = this_machine(settings, read if read or is_probed else None)
     try:
         plans = plan_forms(of_mesh(Case(outline, machine, settings), mesh, num_hosts), job.part(mesh.size))
     except (PlanError, ConfigError) as error:
