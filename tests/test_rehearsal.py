@@ -1,5 +1,6 @@
 """A job's kernels are compiled while its weights load, and nothing else changes."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,7 +63,7 @@ def texts(llm: LLM) -> list[str]:
 
 
 def test_texts_are_the_same_and_it_is_done_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    num_threads = settled_threads()
+    num_threads, switch_s = settled_threads(), sys.getswitchinterval()
     with LLM(model, CONFIG) as llm:
         wanted, held = texts(llm), llm.stats()
     name = kernels_name(Checkpoint.open(model), SETTINGS)
@@ -72,7 +73,7 @@ def test_texts_are_the_same_and_it_is_done_once(model: Path, caplog: pytest.LogC
             assert are_compiled(name)
             assert texts(llm) == wanted
             assert llm.stats().device_bytes == held.device_bytes
-    assert settled_threads() == num_threads
+    assert (settled_threads(), sys.getswitchinterval()) == (num_threads, switch_s)
     assert not caplog.records
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ log = logging.getLogger("zinfer")
 
 _KV_PART: Final = 8  # the few layers take an eighth of what all would
 _KV_PASSES: Final = 2  # of prompts, with their new tokens
+_SWITCH_S: Final = 1e-4
+"""After which Python lets another thread go on. A load waits for its turn thousands of times, by default 5 ms each."""
 _LEAST_BYTES: Final = 4 << 30  # of the files
 
 
@@ -61,12 +64,15 @@ class Rehearsal:
             yield
             return
         thread = threading.Thread(target=self._run, args=(parts, budget), name="zinfer-rehearsal", daemon=True)
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
         thread.start()
         try:
             yield
         finally:
             self._is_loaded.set()
             thread.join()
+            sys.setswitchinterval(usual_s)
 
     def note_passes(self) -> None:
         """Note that the job has computed passes, which have compiled what was left."""
