@@ -53,6 +53,10 @@ def test_a_config_alone_is_planned_for_a_preset(name: str, preset: str, tmp_path
     options = ("--machine", preset, "--batch-size", "4", "--prompt-len", "256", "--new-tokens", "32")
     folder = write_config(tmp_path, CONFIGS[name])
     result = zinfer_plan(folder, *options)
+    if (name, preset) == ("BLOOM-176B", "t4"):  # two slots of its embedding take 14.4 GB
+        assert result.exit_code == 2
+        assert "does not fit" in result.output
+        return
     assert result.exit_code == 0, result.output
     for words in ("config.json alone", f"preset {preset}", "home DEVICE", "KV cache", "decode pass", "bottleneck"):
         assert words in result.stdout
