@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError, PlanError
 from zinfer.model.outline import read_outline
 from zinfer.planning.advice import job_advice
-from zinfer.planning.job_plan import Job, plan_sizes
+from zinfer.planning.job_plan import Job, JobPlan, plan_sizes
 from zinfer.planning.job_search import plan_forms, plan_job
 from zinfer.planning.plan import Case
 from zinfer.planning.presets import PRESETS
@@ -133,8 +134,17 @@ def test_no_other_sizes_are_clearly_faster(seed: int) -> None:
             then = plan_sizes(other.case, replace(other.batching, **sizes), other.job, other.simulations)
         except PlanError:
             continue
-        told = f"{outline.name} on {case.machine.name}: {plans[0].keys()}, faster: {sizes}"
-        assert plans[0].seconds * 0.97 <= then.seconds, told
+        if then.seconds < plans[0].seconds * 0.97:  # but a sample may hold some numbers of sequences better than all
+            best, faster = (seconds_of_all_rows(each, job) for each in (plans[0], then))
+            told = f"{outline.name} on {case.machine.name}: {plans[0].keys()}, faster: {sizes}"
+            assert best * 0.97 <= faster, told
+
+
+def seconds_of_all_rows(planned: JobPlan, job: Job) -> float:
+    """The seconds of a plan if all rows that share passes are simulated, not a sample of them."""
+    rows = job.sample(sys.maxsize).rows
+    simulations = Simulations(rows.prompt_lens, rows.new_tokens, planned.case.outline.spec.common_window)
+    return plan_sizes(planned.case, planned.batching, rows, simulations).seconds
 
 
 def test_what_is_stated_is_kept(folder: Path) -> None:

@@ -5,7 +5,16 @@ from collections.abc import Iterable
 from typing import Final
 
 from zinfer.planning.job_plan import JobPlan
-from zinfer.planning.size_space import CORNER, FEW_SEQUENCES, Point, SizeSpace, in_other_order, near, spread
+from zinfer.planning.size_space import (
+    CORNER,
+    FEW_SEQUENCES,
+    Point,
+    SizeSpace,
+    in_other_order,
+    near,
+    spread,
+    with_other_caches,
+)
 from zinfer.planning.trials import Trials
 
 _NUM_SPREAD: Final = 48
@@ -65,7 +74,9 @@ class SizeSearch:
         starts = [each for point in self._kept for each in (point, in_other_order(point))]
         best = self._best(starts, self._more)
         if self._seconds(best, self._more) <= most_s:
-            best = self._filled(self._improved(best, self._more, _NUM_FINE, self._fine_steps), self._more)
+            best = self._improved(best, self._more, _NUM_FINE, self._fine_steps)
+            # Where all rows are computed in a few turns, a little less cache may be worse, and less still better again.
+            best = self._filled(self._best([best, *with_other_caches(best)], self._more), self._more)
         return self._more.find(self._space.sizes(best))
 
     def with_other_passes(self, best: JobPlan) -> list[JobPlan]:

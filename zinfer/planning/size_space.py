@@ -27,6 +27,8 @@ _FEWEST_SEQUENCES: Final = 8
 _SMALL: Final = 64  # sequences, which are tried however many the cache holds: see FEW_SEQUENCES
 _MOST_TIMES_HELD: Final = 12  # those with few tokens yet take little of the cache
 _TIMES_TAKEN: Final = (0.2, 16)  # the tokens of a pass that its sequences take
+_CACHE_STEP: Final = 0.03
+_CACHE_STEPS: Final = 6
 _STRIDES: Final = (0.8566749, 0.7338918, 0.6287067, 0.5385973)  # powers of 1 / 1.16730398: they fill a cube evenly
 
 
@@ -105,6 +107,12 @@ def near(center: Point, number: int, width: float) -> Point:
         offsets = [((turn + 1) * stride) % 1 - 0.5 for stride in _STRIDES[:3]]
     moved = (min(max(at + width * offset, 0.0), 1.0) for at, offset in zip(center[:3], offsets, strict=True))
     return (*moved, center[3])
+
+
+def with_other_caches(point: Point) -> Iterator[Point]:
+    """Yield the point with smaller and larger caches, from about half to twice the bytes."""
+    places = (point[0] + _CACHE_STEP * number for number in range(-_CACHE_STEPS, _CACHE_STEPS + 1) if number)
+    return ((place, *point[1:]) for place in places if 0 <= place <= 1)
 
 
 def in_other_order(point: Point) -> Point:
