@@ -70,7 +70,7 @@ class Pending:
 class BatchBuilder:
     """Makes batches; page tables are kept from pass to pass, to save work.
 
-    All numbers are sent to the device in one copy, because each small copy may have to wait behind a slab.
+    All numbers are sent to the device at once, because Python takes as long to send few as to send many.
 
     Args:
         page_size: tokens of a page.
