@@ -47,6 +47,8 @@ from zinfer.kernels import (
     paged_attention,
     peer_sum,
     prompt_attention,
+    quantize_tokens,
+    read_pinned,
     rotary,
     write_pages,
     write_static,
@@ -154,7 +156,9 @@ def stand_in() -> None:
         dequantize: ["_dequantize_kernel", "_fragments_kernel"],
         fragment_linear: ["fragment_kernel"],
         fused_linear: ["_fused_kernel", "_sum_kernel"],
-        int8_linear: ["_quantize_tokens", "_int8_kernel"],
+        int8_linear: ["_int8_kernel"],
+        quantize_tokens: ["_quantize_tokens"],
+        read_pinned: ["_read_kernel"],
         write_pages: ["_write_kernel"],
         decode_attention: ["_decode_kernel", "_combine_kernel"],
         prompt_attention: ["_prompt_kernel"],
@@ -219,6 +223,7 @@ def compile_others(dtype: torch.dtype) -> None:
         gemv.gemv(x, weight, weight[:, 0])
         added.added_kernel(x, x)
     addresses = torch.zeros(2, dtype=torch.int64)
+    read_pinned.read_pinned(addresses, addresses.device)
     for count in (8192, 1 << 20):
         peer_sum.sum_over_peers(torch.zeros(count, dtype=dtype), addresses, addresses, 3, 1)
     length, arrivals = torch.tensor(5), torch.tensor(0, dtype=torch.int32)

@@ -59,6 +59,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         "_fragments_kernel",
         "_sum_kernel",
         "_quantize_tokens",
+        "_read_kernel",
         "_write_kernel",
         "_combine_kernel",
         "_norm_kernel",
