@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from zinfer.planning.pass_sizes import round_up
 from zinfer.scheduling.schedule import Chunk, Chunks
 
 _MOST_ROWS: Final = 64
@@ -33,13 +34,7 @@ def find_form(chunks: Sequence[Chunk], page_size: int, most_part_tokens: int | N
     if len(chunks) > _MOST_ROWS or any(chunk.end - chunk.begin > 1 or not chunk.samples for chunk in chunks):
         return None
     most_tokens = max(_FEWEST_TOKENS, *(chunk.end for chunk in chunks))
-    num_rows = _rounded(len(chunks))
+    num_rows = round_up(len(chunks), _ROWS_STEP)
     if most_part_tokens is not None and num_rows > most_part_tokens:
         return None
     return DecodeBucket(num_rows, -(-(1 << (most_tokens - 1).bit_length()) // page_size))
-
-
-def _rounded(num_rows: int) -> int:
-    if num_rows <= _ROWS_STEP:
-        return 1 << (num_rows - 1).bit_length()
-    return -(-num_rows // _ROWS_STEP) * _ROWS_STEP

@@ -7,6 +7,7 @@ import torch
 
 from zinfer.config.settings import Batching
 from zinfer.model.spec import ModelSpec
+from zinfer.nvme.aligned import align_up
 from zinfer.planning.memory import Request, find_footprint
 from zinfer.sampling.sampler import BYTES_A_LOGIT, MOST_PART_LOGITS
 
@@ -45,9 +46,14 @@ def logit_rows(num_rows: int) -> int:
     cuBLAS has a kernel for every few rows, and loads it when it is first launched. That waits for all that the device
     has to do, and meanwhile nothing else is launched.
     """
-    if num_rows <= _FEW_LOGIT_ROWS:
-        return 1 << (num_rows - 1).bit_length() if num_rows else 0
-    return -(-num_rows // _FEW_LOGIT_ROWS) * _FEW_LOGIT_ROWS
+    return round_up(num_rows, _FEW_LOGIT_ROWS)
+
+
+def round_up(count: int, step: int) -> int:
+    """Return the next power of two up to ``step``, itself one, and the next multiple of it above; 0 for none."""
+    if count <= step:
+        return 1 << (count - 1).bit_length() if count else 0
+    return align_up(count, step)
 
 
 def find_pass_sizes(
