@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -148,6 +148,10 @@ class Holdings:
             torch._C._cuda_clearCublasWorkspaces()  # a thread's first product of matrices takes one, for good
             device_bytes = torch.cuda.memory_allocated()
         return cls(settled_threads(), len(own_descriptors()), device_bytes)
+
+    def __le__(self, before: "Holdings") -> bool:
+        """Whether no more of anything is held; a thread of an earlier test may have ended meanwhile."""
+        return all(now <= then for now, then in zip(astuple(self), astuple(before), strict=True))
 
 
 def resident_bytes() -> int:

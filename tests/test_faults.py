@@ -68,7 +68,7 @@ def folder(original: Path, expected: torch.Tensor, tmp_path: Path, request: pyte
     for error in (OUT_OF_MEMORY, getattr(request.node, "callspec", None) and request.node.callspec.params.get("error")):
         if isinstance(error, BaseException):
             error.with_traceback(None)  # it outlives the test, and its frames hold what failed
-    assert Holdings.now() == before
+    assert Holdings.now() <= before
 
 
 def make(
@@ -100,7 +100,7 @@ def test_reads_that_fail_while_loading(
             error = failure_of(lambda: make(folder, homes, device), fault, f"loading, {homes}")
             check_read_failure(error, effect, folder)
             del error
-            assert Holdings.now() == before
+            assert Holdings.now() <= before
         fault.armed = False
         with engine_for(folder, homes, device=device) as engine:
             assert torch.equal(logits_of(engine), expected)
@@ -204,7 +204,7 @@ def test_a_device_that_fails_while_loading(
         make(folder, homes, device, lambda found: failing_stream(found, "copy", OUT_OF_MEMORY, fault))
 
     assert failure_of(load, fault, f"copy while loading, {homes}") is OUT_OF_MEMORY
-    assert Holdings.now() == before
+    assert Holdings.now() <= before
     fault.armed = False
     with engine_for(folder, homes, device=device) as engine:
         assert torch.equal(logits_of(engine), expected)
@@ -226,7 +226,7 @@ def test_a_device_without_room_for_slots(
     monkeypatch.setattr(Slot, "allocate", allocate)
     error = failure_of(lambda: make(folder, homes, device), fault, f"slot {num_good}, {homes}")
     assert error is OUT_OF_MEMORY
-    assert Holdings.now() == before
+    assert Holdings.now() <= before
     fault.armed = False
     with engine_for(folder, homes, device=device) as engine:
         assert torch.equal(logits_of(engine), expected)
@@ -248,7 +248,7 @@ def test_a_host_without_room(
     error = failure_of(lambda: make(folder, homes, device), fault, f"no host memory, {homes}")
     assert isinstance(error, OSError)
     assert error.errno == errno.ENOMEM
-    assert Holdings.now() == before
+    assert Holdings.now() <= before
     fault.armed = False
     with engine_for(folder, homes, device=device) as engine:
         assert torch.equal(logits_of(engine), expected)

@@ -184,4 +184,4 @@ def test_a_full_disk_stops_a_streamed_job_and_a_second_run_completes_it(
     assert 0 < len(kept) < len(whole)
     job()
     assert output.read_bytes() == whole
-    assert Holdings.now() == before
+    assert Holdings.now() <= before

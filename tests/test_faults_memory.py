@@ -84,7 +84,7 @@ def test_a_failed_load_gives_its_memory_back(large: Path, homes: str) -> None:
             error = failure_of(lambda: zinfer.init_inference(large, config), fault, f"late in loading, {homes}")
         assert isinstance(error, DiskReadError)
         del error
-        assert Holdings.now() == before
+        assert Holdings.now() <= before
     grown_bytes = resident_bytes() - before_bytes
     print(f"{homes}: {grown_bytes} of {size_bytes} bytes are still held")
     assert grown_bytes < size_bytes // 4
@@ -115,7 +115,7 @@ def test_a_budget_that_the_device_does_not_have(large: Path, full_device: Callab
         assert isinstance(error, torch.OutOfMemoryError)
         del error
         gc.collect()
-        assert Holdings.now() == before
+        assert Holdings.now() <= before
     full_device()
     engine = zinfer.init_inference(large, config)
     try:

@@ -194,7 +194,7 @@ def test_its_memory_is_let_go_and_all_is_given_back(batch: Tensors, tmp_path: Pa
     assert torch.equal(engine(**batch).logits, expected)
     assert [name for name in own_descriptors() if name.startswith(str(tmp_path))]
     engine.destroy()
-    assert Holdings.now() == before
+    assert Holdings.now() <= before
 
 
 def test_a_refused_module_keeps_its_weights_and_leaves_nothing(batch: Tensors, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_refused_module_keeps_its_weights_and_leaves_nothing(batch: Tensors, t
     with pytest.raises(PlanError) as kept:  # as a prompt keeps the last one, for who wants to look into it
         refused(model, on_disk(tmp_path), max_weight_memory=1)
     assert torch.equal(eager_logits(model, batch), expected)
-    assert Holdings.now() == before
+    assert Holdings.now() <= before
     del kept
 
 
@@ -284,7 +284,7 @@ def test_a_full_disk_names_the_key_and_the_module_keeps_its_weights(
         with pytest.raises(ScratchError, match=rf"{KEY}: writing .* at byte 8192: No space left .*make room") as kept:
             refused(model, on_disk(tmp_path))
     assert list(tmp_path.iterdir()) == []
-    assert Holdings.now() == before  # though the traceback is there
+    assert Holdings.now() <= before  # though the traceback is there
     del kept
     assert torch.equal(eager_logits(model, batch), expected)
 
@@ -328,7 +328,7 @@ def test_a_weight_that_cannot_be_quantized_leaves_nothing(batch: Tensors, tmp_pa
     before = Holdings.now()
     with pytest.raises(CheckpointError, match=r"layers\.1: mlp\.up_proj\.weight cannot be quantized: row 3, column 5"):
         refused(model, on_disk(tmp_path), quantization={"bits": 8})
-    assert Holdings.now() == before
+    assert Holdings.now() <= before
     assert model.model.layers[1].mlp.up_proj.weight[3, 5] == float("inf")
     assert list(tmp_path.iterdir()) == []
 
