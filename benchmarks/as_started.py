@@ -40,8 +40,8 @@ def write_job(args: argparse.Namespace, folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     offload = {"device": "cpu"} if args.homes == "cpu" else {"device": "nvme", "nvme_path": str(folder / "store")}
     keys: dict[str, Any] = {} if args.homes == "auto" else {"zero_optimization": {"offload_param": offload}}
-    keys |= {"quantization": {"bits": args.bits, "group_size": 128}} if args.bits < 16 else {}
-    own = {} if args.cap is None else {"max_device_memory": args.cap}
+    own: dict[str, Any] = {} if args.cap is None else {"max_device_memory": args.cap}
+    own |= {"quantization": {"bits": args.bits, "group_size": 128}} if args.bits < 16 else {}
     (folder / "config.json").write_text(json.dumps({**keys, "zinfer": own}))
 
 

@@ -1,4 +1,4 @@
-"""`benchmarks/serve.py` on the demo, with few rows."""
+"""The benchmarks of the server: on the demo with few rows, and on narrow models."""
 
 import json
 import subprocess
@@ -25,3 +25,20 @@ def test_the_benchmark_compares_the_server_with_offline() -> None:
     assert found["batch"]["over_offline"] > 0
     assert found["batch"]["chats_beside"]["tokens"] > 0
     assert found["http"]["whole_ms"]["p99"] > 0
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_latency_serves_talks_and_guesses() -> None:
+    sizes = ["--small", "--requests", "8", "--batch", "4", "--seconds", "2"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "serve_latency.py", *sizes],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    cases = json.loads(done.stdout.splitlines()[-1])["cases"]
+    assert cases["static"]["served"]["token_ms"]["p95"] > 0
+    assert cases["chats"]["passes"] > 0
+    assert cases["chats"]["gap_ms"]["p95"] > 0
+    assert cases["lookup"]["ngram"]["passes"] < cases["lookup"]["off"]["passes"] / 2
