@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import triton
 from jobs_support import letters_model, prompt_rows, write_rows
+from ranks_support import run_ranks
+from test_bench import LLAMA, folder_of
 from threads import settled_threads
 
 from zinfer.batching.llm import LLM
@@ -19,6 +21,8 @@ from zinfer.config import resolve_settings
 from zinfer.engine.kernel_cache import are_compiled, kernels_name
 from zinfer.errors import PlanError
 from zinfer.jobs import rehearsal
+from zinfer.jobs.bench import run_bench
+from zinfer.jobs.bench_request import BenchRequest
 from zinfer.jobs.job import run_job
 from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.planning.device_cap import DeviceParts
@@ -36,15 +40,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine counts as one with a GPU, and has compiled nothing."""
-    (tmp_path / "kernels").mkdir()
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "kernels"))
-    monkeypatch.setattr(rehearsal, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(rehearsal, "find_limits", lambda settings: SimpleNamespace(on_cuda=settings.device != "cuda"))
+    count_as_gpu(tmp_path / "kernels", monkeypatch.setattr)
 
 
-def opened(model: Path, *, ends_first: bool) -> LLM:
+def count_as_gpu(kernels: Path, replace: Callable[[object, str, object], None]) -> None:
+    kernels.mkdir()
+    replace(triton.knobs.cache, "dir", str(kernels))
+    replace(rehearsal, "_LEAST_BYTES", 0)
+    replace(rehearsal, "find_limits", lambda settings: SimpleNamespace(on_cuda=settings.device != "cuda"))
+
+
+def opened(model: Path, *, ends_first: bool, config: Mapping[str, object] = CONFIG) -> LLM:
     """An LLM whose rehearsal ends before the load of all layers does, or is told to end by it."""
-    own = Rehearsal(model, CONFIG, {})
+    own = Rehearsal(model, config, {})
 
     @contextmanager
     def loading(parts: DeviceParts, budget: BatchingBudget) -> Iterator[None]:
@@ -55,7 +63,7 @@ def opened(model: Path, *, ends_first: bool) -> LLM:
                     if thread.name == "zinfer-rehearsal":
                         thread.join()
 
-    return LLM(model, CONFIG, beside_load=loading)
+    return LLM(model, config, beside_load=loading)
 
 
 def texts(llm: LLM) -> list[str]:
@@ -134,3 +142,34 @@ def test_a_job_goes_on_without_it(
     run_job(model, rows, tmp_path / "without.jsonl", config=CONFIG, device="cpu")
     assert (tmp_path / "without.jsonl").read_bytes() == (tmp_path / "with.jsonl").read_bytes()
     assert ("not while the weights load: no such kernel" in caplog.text) == is_told
+
+
+def rehearsed(rank: int, model: Path, folder: Path, mode: str) -> tuple[bool, list[str]]:
+    """Whether this rank has rehearsed, and its texts."""
+    count_as_gpu(folder / str(rank), setattr)
+    config = {"zinfer": {**CONFIG["zinfer"], "parallel": {mode: 2}}}
+    with opened(model, ends_first=True, config=config) as llm:
+        is_compiled = any((folder / str(rank)).iterdir())
+        return is_compiled, texts(llm)
+
+
+@pytest.mark.parametrize(("mode", "is_rehearsed"), [("zero", True), ("tensor", False)])
+def test_each_rank_rehearses_alone_where_it_has_whole_layers(
+    model: Path, tmp_path: Path, mode: str, is_rehearsed: bool
+) -> None:
+    with LLM(model, CONFIG) as llm:
+        wanted = texts(llm)
+    assert run_ranks(2, rehearsed, model, tmp_path, mode) == [(is_rehearsed, wanted)] * 2
+
+
+def test_a_job_on_random_weights_rehearses_over_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"zinfer": {**CONFIG["zinfer"], "quantization": {"bits": 4, "group_size": 32}}}
+    request = BenchRequest(folder_of(LLAMA, tmp_path), 4, rows=3, prompt_len=8, device="cpu", config=config)
+    done: list[bool] = []
+    compute = rehearsal.compute_passes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal, "compute_passes", lambda *given: done.append(compute(*given)) or done[-1])
+        assert run_bench(request).num_new_tokens == 12
+        assert run_bench(request).num_new_tokens == 12
+    assert len(done) == 1, "what was compiled is compiled once"
+    assert not caplog.records

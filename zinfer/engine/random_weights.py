@@ -78,16 +78,42 @@ class RandomWeights:
             CheckpointError, ConfigError: as `PreparedModel.of`.
             OSError: the file cannot be written; ENOSPC names the bytes that it needs.
         """
-        assert checkpoint is not None, "random weights need the outline of a checkpoint"
-        if self.experts == "zipf":
-            skew_routers(module)
-        prepared = RandomModel.of(module, checkpoint, settings, sharding, part)
+        prepared = self._outlined(module, checkpoint, settings, sharding, part)
         slab_sizes = [align_up(block.block.layout.nbytes, _ALIGNMENT_BYTES) for block in prepared.blocks]
         num_bytes = max(max(slab_sizes), min(sum(slab_sizes), _USUAL_BYTES))
         self.blocks = _aliased(prepared.blocks, self.file, num_bytes)
         self.file_bytes = write_random(self.file, num_bytes, find_dtype(module), self._own_ranges())
+        return self._over_file(prepared, self.blocks)
+
+    def prepare_shorter(
+        self,
+        module: PreTrainedModel,
+        checkpoint: Checkpoint | None,
+        settings: Settings,
+        sharding: Sharding | None = None,
+        part: ShorterModel | None = None,
+    ) -> PreparedModel:
+        """Prepare some layers of the same model, to be read from the file that `prepare` has written."""
+        prepared = self._outlined(module, checkpoint, settings, sharding, part)
+        return self._over_file(prepared, _aliased(prepared.blocks, self.file, self.file.stat().st_size))
+
+    def _outlined(
+        self,
+        module: PreTrainedModel,
+        checkpoint: Checkpoint | None,
+        settings: Settings,
+        sharding: Sharding | None,
+        part: ShorterModel | None,
+    ) -> PreparedModel:
+        assert checkpoint is not None, "random weights need the outline of a checkpoint"
+        if self.experts == "zipf":
+            skew_routers(module)
+        return RandomModel.of(module, checkpoint, settings, sharding, part)
+
+    def _over_file(self, prepared: PreparedModel, blocks: tuple[ModelBlock, ...]) -> PreparedModel:
+        assert prepared.checkpoint is not None
         files = {self.file: FileIdentity.of(self.file)}
-        return replace(prepared, checkpoint=replace(checkpoint, files=files), blocks=self.blocks)
+        return replace(prepared, checkpoint=replace(prepared.checkpoint, files=files), blocks=blocks)
 
     def _own_ranges(self) -> list[tuple[int, int]] | None:
         """Return first and last bytes of this rank's ranges in the file; None: all of it."""

@@ -26,6 +26,7 @@ from zinfer.jobs.bench_result import BenchResult
 from zinfer.jobs.comparison import BATCH_SIZE, Compared, check_room, compare
 from zinfer.jobs.memory_cap import held_beyond
 from zinfer.jobs.progress import Forecast, Load, Meter
+from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.rivals import Task, is_installed
 from zinfer.jobs.token_rows import read_token_rows
 from zinfer.model.context_length import read_limits
@@ -176,8 +177,9 @@ def _config_folder(model: str, scratch: Path) -> Path:
 def _open(
     request: BenchRequest, checkpoint: Checkpoint, keys: Mapping[str, Any], weights: RandomWeights
 ) -> Iterator[LLM]:
+    rehearsal = Rehearsal(checkpoint, request.config, keys, weights.prepare_shorter)
     try:
-        llm = LLM(checkpoint, request.config, prepare=weights.prepare, **keys)
+        llm = LLM(checkpoint, request.config, prepare=weights.prepare, beside_load=rehearsal.beside_load, **keys)
     except PlanError as error:
         if request.memory_cap is None:
             raise
@@ -186,6 +188,7 @@ def _open(
         ) from error
     with llm:
         yield llm
+        rehearsal.note_passes()
 
 
 def _measure(

@@ -8,18 +8,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
+
 from zinfer.batching.llm import LLM
 from zinfer.checkpoint import Checkpoint
-from zinfer.config import resolve_settings
+from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import mute_key_report
 from zinfer.config.source import config_keys
+from zinfer.engine.division import Prepare
 from zinfer.engine.kernel_cache import are_compiled, kernels_name, note_compiled
+from zinfer.engine.prepare import PreparedModel
 from zinfer.errors import PlanError, ZinferError
 from zinfer.jobs.warmup import FewLayers, compute_passes, config_alone
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.probe.limits import find_limits
-from zinfer.ranks.environment import is_several
+from zinfer.probe.limits import choose_device, find_limits
+from zinfer.ranks.group import join_group, working_alone
+from zinfer.ranks.mesh import Mesh
 
 log = logging.getLogger("zinfer")
 
@@ -27,27 +32,29 @@ _KV_PART: Final = 8  # the few layers take an eighth of what all would
 _KV_PASSES: Final = 2  # of prompts, with their new tokens
 _SWITCH_S: Final = 1e-4
 """After which Python lets another thread go on. A load waits for its turn thousands of times, by default 5 ms each."""
-_LEAST_BYTES: Final = 4 << 30  # of the files
+_LEAST_BYTES: Final = 4 << 30  # of the tensors
 
 
 class Rehearsal:
     """Lets a job find its kernels compiled: a small `LLM` runs beside the load, where the KV cache lies later.
 
-    Nothing is rehearsed on a CPU, among several ranks, beside a draft model, for a model that is loaded in a few
-    seconds, or if kernels were compiled before with the same software and kind of GPU. It ends with the load, whatever
-    is left.
+    Each of several ranks rehearses by itself. Nothing is rehearsed on a CPU, where ranks divide the layers, beside a
+    draft model, for a model that is loaded in a few seconds, or if kernels were compiled before with the same software
+    and kind of GPU. It ends with the load, whatever is left.
 
     Args:
         model, config, options: of the `LLM` that loads.
+        prepare: prepares the few layers.
     """
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | Checkpoint,
         config: str | os.PathLike[str] | Mapping[str, object] | None,
         options: Mapping[str, object],
+        prepare: Prepare = PreparedModel.of,
     ) -> None:
-        self._model, self._config, self._options = model, config, options
+        self._model, self._config, self._options, self._prepare = model, config, options, prepare
         self._settings = resolve_settings(config, options)
         self._is_loaded = threading.Event()
         self._kernels: str | None = None  # that are to be compiled
@@ -63,7 +70,8 @@ class Rehearsal:
         if not self._is_wanted():
             yield
             return
-        thread = threading.Thread(target=self._run, args=(parts, budget), name="zinfer-rehearsal", daemon=True)
+        given = (choose_device(self._settings), parts, budget)
+        thread = threading.Thread(target=self._run, args=given, name="zinfer-rehearsal", daemon=True)
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         thread.start()
@@ -80,17 +88,20 @@ class Rehearsal:
             note_compiled(self._kernels)
 
     def _is_wanted(self) -> bool:
-        if is_several() or self._settings.batching.draft_model is not None or not find_limits(self._settings).on_cuda:
+        settings = self._settings
+        if settings.batching.draft_model is not None or not find_limits(settings).on_cuda or _divides_layers(settings):
             return False
-        checkpoint = Checkpoint.open(self._model)
-        if checkpoint.is_listed or sum(file.num_bytes for file in checkpoint.files.values()) < _LEAST_BYTES:
+        checkpoint = self._model if isinstance(self._model, Checkpoint) else Checkpoint.open(self._model)
+        if checkpoint.is_listed or sum(tensor.nbytes for tensor in checkpoint.tensors.values()) < _LEAST_BYTES:
             return False
-        self._kernels = kernels_name(checkpoint, self._settings)
+        self._kernels = kernels_name(checkpoint, settings)
         return not are_compiled(self._kernels)
 
-    def _run(self, parts: DeviceParts, budget: BatchingBudget) -> None:
+    def _run(self, device: torch.device, parts: DeviceParts, budget: BatchingBudget) -> None:
         try:
-            with mute_key_report():
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            with mute_key_report(), working_alone():
                 self._rehearse(parts, budget)
         except PlanError as error:
             log.debug("kernels are compiled in the first passes, since no few layers fit beside the load: %s", error)
@@ -112,6 +123,15 @@ class Rehearsal:
         config = config_alone(config_keys(self._config), own)
         config.pop("zero_optimization", None)  # the few layers stay on the device
         config["enable_cuda_graph"] = False  # a capture forbids what the load does meanwhile
-        with LLM(self._model, config, prepare=FewLayers().prepare) as llm:
+        with LLM(self._model, config, prepare=FewLayers(self._prepare).prepare) as llm:
             if compute_passes(llm, self._model, self._is_loaded.is_set):
                 self.note_passes()
+
+
+def _divides_layers(settings: Settings) -> bool:
+    """Whether a rank has parts of layers, whose kernels have other widths, or some of the layers."""
+    group = join_group(choose_device(settings).type)
+    if group is None:
+        return False
+    mesh = Mesh.of(vars(settings.parallel), group.hosts)
+    return mesh.num_dividing > 1 or mesh.pipeline > 1

@@ -14,6 +14,7 @@ from zinfer.batching.llm import LLM
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.source import config_keys
+from zinfer.engine.division import Prepare
 from zinfer.engine.kernel_cache import check_kernel_cache, kernels_name, note_compiled
 from zinfer.engine.prepare import PreparedModel
 from zinfer.errors import JobError
@@ -143,11 +144,16 @@ def _prompt(llm: LLM, number: int, length: int) -> PromptLike:
 class FewLayers:
     """Prepares a model with the first layers of each kind alone.
 
+    Args:
+        prepare: prepares the shorter model.
+
     Attributes:
         num_layers, num_all: layers that are left, and all.
     """
 
-    num_layers = num_all = 0
+    def __init__(self, prepare: Prepare = PreparedModel.of) -> None:
+        self._prepare = prepare
+        self.num_layers = self.num_all = 0
 
     def prepare(
         self,
@@ -160,7 +166,7 @@ class FewLayers:
         """As `PreparedModel.of`."""
         shorter = ShorterModel.of_each_kind(module, settings.block_classes)
         self.num_layers, self.num_all = len(shorter.layers), shorter.num_all
-        return PreparedModel.of(module, checkpoint, settings, sharding, shorter)
+        return self._prepare(module, checkpoint, settings, sharding, shorter)
 
 
 def config_alone(given: Mapping[str, object], stated: Mapping[str, object]) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 import atexit
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -58,8 +61,21 @@ class RankGroup:
         return TCPStore(self.address, self.roll.store_port, is_master=False, timeout=_MESH_S)
 
 
+_thread = threading.local()
+
+
+@contextmanager
+def working_alone() -> Iterator[None]:
+    """Let models that this thread opens meanwhile belong to this process alone, whoever was started with it."""
+    _thread.is_alone = True
+    try:
+        yield
+    finally:
+        _thread.is_alone = False
+
+
 def join_group(device: str) -> RankGroup | None:
-    """Join the processes that were started together; None in a process that runs alone.
+    """Join the processes that were started together; None in a process, or a thread, that works alone.
 
     Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, as torchrun sets
     them; for all but the last two also SLURM's, Open MPI's and MPICH's variables.
@@ -71,7 +87,7 @@ def join_group(device: str) -> RankGroup | None:
         ConfigError: the variables are incomplete, or there are more processes than devices on this host.
         RankError: a process was lost before it joined, or did not join within five minutes.
     """
-    return _join(device) if is_several() else None
+    return _join(device) if is_several() and not getattr(_thread, "is_alone", False) else None
 
 
 def all_values(group: RankGroup, value: _T) -> list[_T]:
