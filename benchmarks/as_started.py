@@ -16,6 +16,7 @@ rest went. The last line is JSON.
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -35,9 +36,7 @@ def write_job(args: argparse.Namespace, folder: Path) -> None:
     config = llama_config(num_layers) if args.shape == "llama-3-70b" else opt_config(num_layers, width)
     dtype, device = (torch.float16, "cuda") if torch.cuda.is_available() else (torch.float32, "cpu")
     save_random(folder / "model", config, dtype, device)
-    drawn = torch.randint(10, 50000, (args.rows, args.prompt), generator=torch.Generator().manual_seed(1))
-    rows = [{"id": str(number), "prompt_token_ids": ids} for number, ids in enumerate(drawn.tolist())]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(args)))
     offload = {"device": "cpu"} if args.homes == "cpu" else {"device": "nvme", "nvme_path": str(folder / "store")}
     keys: dict[str, Any] = {} if args.homes == "auto" else {"zero_optimization": {"offload_param": offload}}
     own: dict[str, Any] = {} if args.cap is None else {"max_device_memory": args.cap}
@@ -45,10 +44,27 @@ def write_job(args: argparse.Namespace, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**keys, "zinfer": own}))
 
 
+def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of equal lengths; or mixed ones, exponential with these means and at most four and six times as long."""
+    draw = random.Random(1)
+
+    def length(mean: int, least: int, most: int) -> int:
+        return min(max(round(draw.expovariate(1 / mean)), least), most * mean) if args.mixed else mean
+
+    return [
+        {
+            "id": str(number),
+            "prompt_token_ids": [draw.randrange(10, 50000) for _ in range(length(args.prompt, 16, 4))],
+            "max_new_tokens": length(args.new, 1, 6),
+        }
+        for number in range(args.rows)
+    ]
+
+
 def run(args: argparse.Namespace, folder: Path, case: str) -> dict[str, Any]:
     """Run the job in a process of its own; returns its figures."""
     files = ["--model", "model", "--input", "rows.jsonl", "--output", f"{case}.jsonl", "--config", "config.json"]
-    words = ["run", *files, "--max-new-tokens", str(args.new), "--json", *(["--fast"] if args.fast else [])]
+    words = ["run", *files, "--json", *(["--fast"] if args.fast else [])]
     caches = {"TRITON_CACHE_DIR": str(folder / "kernels"), "XDG_CACHE_HOME": str(folder / "cache")}
     print("zinfer", *words, file=sys.stderr, flush=True)
     begin_s = time.perf_counter()
@@ -86,6 +102,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--mixed", action="store_true", help="rows of mixed lengths with these means")
     parser.add_argument("--bits", type=int, default=16, choices=[16, 8, 4])
     parser.add_argument("--homes", default="auto", choices=["auto", "cpu", "nvme"])
     parser.add_argument("--cap", help="max_device_memory")
@@ -100,7 +117,9 @@ def main() -> None:
         files = sorted((folder / "model").glob("*.safetensors"))
         file_bytes = sum(file.stat().st_size for file in files)
         rate = PlainReads(files, best_disk_setting(files)).bytes_per_s()
-        sizes = {name: getattr(args, name) for name in ("shape", "layers", "rows", "prompt", "new", "bits", "cap")}
+        sizes = {
+            name: getattr(args, name) for name in ("shape", "layers", "rows", "prompt", "new", "mixed", "bits", "cap")
+        }
         figures: dict[str, Any] = {"benchmark": "as_started", **sizes, "file_gb": round(file_bytes / 1e9, 3)}
         figures |= {"disk_gb_per_s": round(rate / 1e9, 3), "cases": {}}
         for case in ("cold", "warm"):
