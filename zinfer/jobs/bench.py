@@ -126,6 +126,11 @@ def _share_of(prompts: list[list[int]], request: BenchRequest, share: int, mesh:
 def _compared(
     request: BenchRequest, checkpoint: Checkpoint, prompts: list[list[int]], found: BenchResult, scratch: Path
 ) -> tuple[Compared, ...]:
+    if not request.compare:
+        return ()
+    device = "cpu" if found.device == "cpu" else "cuda"
+    if device == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of the model's memory
     task = Task(
         rival="",
         checkpoint="",
@@ -133,7 +138,7 @@ def _compared(
         prompts=prompts,
         new_tokens=request.new_tokens,
         batch_size=BATCH_SIZE,
-        device="cpu" if found.device == "cpu" else "cuda",
+        device=device,
         device_bytes=request.memory_cap,
         result="",
     )
