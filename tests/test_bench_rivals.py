@@ -17,8 +17,11 @@ from zinfer.jobs.rivals import chosen_rivals
 from zinfer.model.outline import made_up_model
 
 STAND_IN = """
+import os
 import types
 import transformers.integrations
+
+assert os.environ["DS_ACCELERATOR"] == "cpu"
 
 class Settings:
     def __init__(self, settings):

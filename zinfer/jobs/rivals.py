@@ -66,6 +66,7 @@ def start_accelerate(task: Task) -> Any:
 
 def start_deepspeed(task: Task) -> Any:
     """Load with ZeRO stage 3 and parameters offloaded to host memory, by transformers' own integration."""
+    os.environ["DS_ACCELERATOR"] = task.device  # else it takes a GPU where there is one
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
