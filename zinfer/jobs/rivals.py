@@ -12,7 +12,7 @@ import torch
 
 from zinfer.errors import ConfigError
 
-_AHEAD: Final = 2  # squares of the hidden size that ZeRO fetches ahead, as in DeepSpeed's own inference example
+_LAYERS_AHEAD: Final = 3  # that ZeRO fetches: it is faster than what its inference example sets, a sixth of a layer
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,12 @@ def start_deepspeed(task: Task) -> Any:
 
 
 def _zero_settings(config: Any, *, is_pinned: bool) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
     text = config.get_text_config()
-    ahead = _AHEAD * text.hidden_size**2
+    with torch.device("meta"):
+        num_values = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+    ahead = _LAYERS_AHEAD * num_values // text.num_hidden_layers
     return {
         "train_batch_size": 1,
         "train_micro_batch_size_per_gpu": 1,
