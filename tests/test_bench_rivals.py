@@ -1,24 +1,29 @@
 """`zinfer bench --compare`: rivals run on a real checkpoint in processes of their own; one that cannot is no error."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks_support import run_ranks
 from test_bench import GPT_OSS, LLAMA, MIXTRAL, check_refused, folder_of, zinfer_bench
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs import comparison
 from zinfer.jobs.bench import BenchRequest, run_bench
+from zinfer.jobs.bench_result import BenchResult
 from zinfer.jobs.comparison import check_room
-from zinfer.jobs.rivals import chosen_rivals
+from zinfer.jobs.rival_worker import _rows_of
+from zinfer.jobs.rivals import Task, chosen_rivals
 from zinfer.model.outline import made_up_model
 
 STAND_IN = """
 import os
 import types
+import torch
 import transformers.integrations
 
 assert os.environ["DS_ACCELERATOR"] == "cpu"
@@ -30,9 +35,11 @@ class Settings:
 transformers.integrations.HfDeepSpeedConfig = Settings
 
 def init_distributed(backend):
-    assert backend == "gloo"
+    torch.distributed.init_process_group(backend)
 
 def initialize(model, config):
+    assert torch.distributed.get_backend() == "gloo"
+    assert torch.distributed.get_world_size() == int(os.environ["WORLD_SIZE"]) == NUM_RANKS
     assert config["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": False}
     return (types.SimpleNamespace(module=model),)
 """
@@ -55,13 +62,54 @@ def stand_in_for_deepspeed(script: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{root}")
 
 
-def request_for(model: str, *rivals: str) -> BenchRequest:
-    return BenchRequest(model=model, rows=2, prompt_len=4, new_tokens=2, device="cpu", compare=rivals)
+def request_for(model: str, *rivals: str, rows: int = 2) -> BenchRequest:
+    return BenchRequest(model=model, rows=rows, prompt_len=4, new_tokens=2, device="cpu", compare=rivals)
+
+
+def task_of(scratch: Path, rival: str = "", num_prompts: int = 8, num_ranks: int = 1) -> Task:
+    """Prompts of one token, their numbers."""
+    return Task(
+        rival=rival,
+        checkpoint="",
+        scratch=str(scratch),
+        prompts=[[number] for number in range(num_prompts)],
+        new_tokens=3,
+        batch_size=256,
+        device="cpu",
+        device_bytes=None,
+        num_ranks=num_ranks,
+        result="",
+    )
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2, 5, 6])
+def test_ranks_of_a_rival_take_equal_steps_through_all_prompts(num_prompts: int, tmp_path: Path) -> None:
+    task = task_of(tmp_path, "deepspeed", num_prompts, 3)
+    rows = [_rows_of(rank, task) for rank in range(3)]
+    assert len({len(each) for each in rows}) == 1
+    assert {row[0] for each in rows for row in each} == set(range(num_prompts))
+    assert _rows_of(0, task_of(tmp_path, "accelerate", num_prompts, 3)) == task.prompts, "in one process"
+
+
+def benched(rank: int, model: str, cache: Path) -> BenchResult:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    return run_bench(request_for(model, "accelerate", "deepspeed", rows=5))
+
+
+@pytest.mark.slow
+def test_rivals_get_as_many_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_deepspeed(f"NUM_RANKS = 2\n{STAND_IN}", tmp_path, monkeypatch)
+    first, second = run_ranks(2, benched, folder_of(LLAMA, tmp_path), tmp_path)
+    assert second.compared == (), "the first rank compares"
+    assert len(first.compared) == 2
+    for each in first.compared:
+        assert each.failure == ""
+        assert each.ratio == pytest.approx(first.tokens_per_s / each.tokens_per_s)
 
 
 @pytest.mark.slow
 def test_both_rivals_complete_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in_for_deepspeed(STAND_IN, tmp_path, monkeypatch)
+    stand_in_for_deepspeed(f"NUM_RANKS = 1\n{STAND_IN}", tmp_path, monkeypatch)
     found = run_bench(request_for(folder_of(LLAMA, tmp_path), "accelerate", "deepspeed"))
     assert [each.rival for each in found.compared] == ["accelerate", "deepspeed"]
     for each in found.compared:

@@ -74,7 +74,7 @@ def bench(
             compare=chosen_rivals(compare),
         )
         parallel = resolve_settings(config, request.keys()).parallel
-        num_ranks = choose_num_ranks(ranks, device, None if request.compare else parallel, rows)
+        num_ranks = choose_num_ranks(ranks, device, parallel, rows)
         if num_ranks > 1:
             check_mesh(parallel, num_ranks)
             launch(num_ranks, lambda: "Nothing was kept")

@@ -73,8 +73,10 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
         scratch.mkdir(parents=True, exist_ok=True)
     with shown(Meter(console)) as meter, tempfile.TemporaryDirectory(prefix="zinfer-bench-", dir=scratch) as temporary:
         folder = Path(temporary)
-        checkpoint, prompts = _prepare(request, settings, folder)
-        prompts = _share_of(prompts, request, mesh.share_of(place), mesh)
+        checkpoint, every = _prepare(request, settings, folder)
+        prompts = _share_of(every, mesh.share_of(place), mesh)
+        if group is not None and request.compare and len(set(group.hosts)) > 1:
+            raise ConfigError("--compare runs rivals on one host; leave it out, or start ranks on one host")
         if any(map(is_installed, request.compare)):
             check_room(checkpoint, folder)
         with held_beyond(request.memory_cap, settings) as held:
@@ -85,10 +87,12 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
             with _open(request, checkpoint, {**keys, **sizes}, weights) as llm:
                 start_s = time.perf_counter() - begin_s
                 found = _measure(request, llm, weights, prompts, meter, start_s, held)
-            if group is not None:
-                return BenchResult.together(all_values(group, found), mesh)
-            meter.begin("comparing")
-            return replace(found, compared=_compared(request, checkpoint, prompts, found, folder))
+        if group is not None:
+            found = BenchResult.together(all_values(group, found), mesh)
+            if group.rank > 0:  # its process ends, and leaves its memory to rivals
+                return found
+        meter.begin("comparing")
+        return replace(found, compared=_compared(request, checkpoint, every, found, folder))
 
 
 def _choose_sizes(
@@ -112,10 +116,8 @@ def _choose_sizes(
     return found if group is None else all_values(group, found)[0]
 
 
-def _share_of(prompts: list[list[int]], request: BenchRequest, share: int, mesh: Mesh) -> list[list[int]]:
+def _share_of(prompts: list[list[int]], share: int, mesh: Mesh) -> list[list[int]]:
     """Return the prompts of a group of ranks: every so many of them."""
-    if mesh.size > 1 and request.compare:
-        raise ConfigError("--compare runs rivals beside one process; leave it out, or --ranks")
     if len(prompts) < mesh.num_shares:
         raise ConfigError(
             f"{len(prompts)} prompts are too few for {mesh.size} ranks; give --rows {mesh.num_shares} at least"
@@ -140,6 +142,7 @@ def _compared(
         batch_size=BATCH_SIZE,
         device=device,
         device_bytes=request.memory_cap,
+        num_ranks=len(found.ranks) or 1,
         result="",
     )
     return tuple(compare(request.compare, task, checkpoint, found.tokens_per_s))

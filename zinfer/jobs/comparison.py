@@ -25,7 +25,7 @@ from zinfer.units import human_bytes
 
 LIMIT_S: Final = 3600.0
 BATCH_SIZE: Final = 32
-"""Prompts that a rival gets at once."""
+"""Prompts that each process of a rival gets at once."""
 _SHARD_BYTES: Final = 2 << 30
 _SPARE_SHARE: Final = 0.05  # of the disk's free bytes
 

@@ -1,8 +1,6 @@
 """Other systems for `zinfer bench --compare`, each run in a process of its own on a real random checkpoint."""
 
-import contextlib
 import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,6 +11,7 @@ import torch
 from zinfer.errors import ConfigError
 
 _LAYERS_AHEAD: Final = 3  # that ZeRO fetches: it is faster than what its inference example sets, a sixth of a layer
+_WEIGHTS_SHARE: Final = 0.8  # of device memory: Accelerate's documentation advises to leave some for the KV cache
 
 
 @dataclass(frozen=True)
@@ -24,10 +23,11 @@ class Task:
         checkpoint: a folder with safetensors.
         scratch: an empty folder of the rival's own.
         prompts: token ids; new_tokens are generated after each.
-        batch_size: prompts that one call of `generate` takes.
+        batch_size: prompts that one call of `generate` takes, in each process.
         device: "cuda" or "cpu".
-        device_bytes: memory of the device that weights may take; None: all that is free.
-        result: the file that the seconds are written to, as JSON.
+        device_bytes: memory of each device that the rival may take; None: all that is free.
+        num_ranks: devices, and processes of a rival that starts one on each.
+        result: the file that the figures are written to, as JSON.
     """
 
     rival: str
@@ -38,15 +38,26 @@ class Task:
     batch_size: int
     device: str
     device_bytes: int | None
+    num_ranks: int
     result: str
 
 
 @dataclass(frozen=True)
 class Rival:
-    """Another system. ``start`` loads a checkpoint and returns a model with transformers' `generate`."""
+    """Another system.
+
+    Attributes:
+        start: loads a checkpoint and returns a model with transformers' `generate`.
+        has_ranks: whether it shares prompts among processes, one on each device; else one process uses all devices.
+    """
 
     package: str
     start: Callable[[Task], Any]
+    has_ranks: bool
+
+    def num_processes(self, task: Task) -> int:
+        """Return the processes that share the task's prompts."""
+        return task.num_ranks if self.has_ranks else 1
 
 
 def start_accelerate(task: Task) -> Any:
@@ -56,27 +67,26 @@ def start_accelerate(task: Task) -> Any:
     limits: dict[str, Any] = {"device_map": "auto", "offload_folder": task.scratch}
     if task.device == "cpu":
         limits = {"device_map": "cpu"}
-    elif task.device_bytes is not None:
+    else:
         import psutil
 
-        # A fifth of the cap is for activations and the KV cache, as Accelerate's documentation advises to leave some.
-        limits["max_memory"] = {0: task.device_bytes * 4 // 5, "cpu": psutil.virtual_memory().available * 9 // 10}
+        free = [torch.cuda.mem_get_info(number)[0] for number in range(task.num_ranks)]
+        most = {number: int(_WEIGHTS_SHARE * (task.device_bytes or nbytes)) for number, nbytes in enumerate(free)}
+        limits["max_memory"] = {**most, "cpu": psutil.virtual_memory().available * 9 // 10}
     return AutoModelForCausalLM.from_pretrained(task.checkpoint, dtype="auto", **limits).eval()
 
 
 def start_deepspeed(task: Task) -> Any:
-    """Load with ZeRO stage 3 and parameters offloaded to host memory, by transformers' own integration."""
+    """Load with ZeRO stage 3 and parameters offloaded to host memory, by transformers' own integration.
+
+    The environment states this rank as torchrun does.
+    """
     os.environ["DS_ACCELERATOR"] = task.device  # else it takes a GPU where there is one
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    config = AutoConfig.from_pretrained(task.checkpoint)
-    settings = _zero_settings(config, is_pinned=task.device == "cuda")
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    settings = _zero_settings(AutoConfig.from_pretrained(task.checkpoint), is_pinned=task.device == "cuda")
     deepspeed.init_distributed("nccl" if task.device == "cuda" else "gloo")
     partitioned = HfDeepSpeedConfig(settings)  # transformers keeps a weak reference: it must live while the model loads
     model = AutoModelForCausalLM.from_pretrained(task.checkpoint, dtype="auto")
@@ -92,7 +102,6 @@ def _zero_settings(config: Any, *, is_pinned: bool) -> dict[str, Any]:
         num_values = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
     ahead = _LAYERS_AHEAD * num_values // text.num_hidden_layers
     return {
-        "train_batch_size": 1,
         "train_micro_batch_size_per_gpu": 1,
         "fp16": {"enabled": config.dtype == torch.float16},
         "bf16": {"enabled": config.dtype == torch.bfloat16},
@@ -107,8 +116,8 @@ def _zero_settings(config: Any, *, is_pinned: bool) -> dict[str, Any]:
 
 
 RIVALS: Final[Mapping[str, Rival]] = {
-    "accelerate": Rival("accelerate", start_accelerate),
-    "deepspeed": Rival("deepspeed", start_deepspeed),
+    "accelerate": Rival("accelerate", start_accelerate, has_ranks=False),
+    "deepspeed": Rival("deepspeed", start_deepspeed, has_ranks=True),
 }
 
 
