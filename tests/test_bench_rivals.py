@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs import comparison
 from zinfer.jobs.bench import BenchRequest, run_bench
 from zinfer.jobs.bench_result import BenchResult
-from zinfer.jobs.comparison import check_room
+from zinfer.jobs.comparison import Compared, check_room, compare
 from zinfer.jobs.rival_worker import _rows_of
 from zinfer.jobs.rivals import Task, chosen_rivals
 from zinfer.model.outline import made_up_model
@@ -82,6 +83,43 @@ def task_of(scratch: Path, rival: str = "", num_prompts: int = 8, num_ranks: int
     )
 
 
+Ending = Callable[[Task], str | None]
+
+
+def run_by(
+    ending: Ending, folder: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int = 1
+) -> tuple[Compared, list[int]]:
+    """What is found of a rival whose process does and ends as told, and the batch sizes that it was given."""
+    given: list[int] = []
+
+    def run_limited(command: Sequence[str], log: Path, limit_s: float) -> str | None:
+        task = Task(**json.loads(Path(command[-1]).read_text()))
+        given.append(task.batch_size)
+        return ending(task)
+
+    monkeypatch.setattr(comparison, "is_installed", lambda name: True)
+    monkeypatch.setattr(comparison, "run_limited", run_limited)
+    folder.mkdir()
+    _, outline = made_up_model(Path(folder_of(LLAMA, folder)))
+    [found] = compare(["deepspeed"], task_of(folder, num_ranks=num_ranks), outline, 24.0)
+    return found, given
+
+
+def test_batches_are_halved_until_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ending(task: Task) -> str | None:
+        if task.batch_size > 2:
+            return "exit code 1: torch.OutOfMemoryError: CUDA out of memory."
+        Path(task.result).write_text(json.dumps({"start_s": 1.0, "job_s": 2.0}))
+        return None
+
+    found, given = run_by(ending, tmp_path / "first", monkeypatch)
+    assert given == [8, 4, 2]
+    assert found == Compared("deepspeed", 12.0, 2.0, 1.0, 2)
+    found, given = run_by(lambda task: "exit code 1: OutOfMemoryError", tmp_path / "second", monkeypatch, num_ranks=2)
+    assert given == [4, 2, 1], "each rank has half of the prompts"
+    assert found.failure == "exit code 1: OutOfMemoryError"
+
+
 @pytest.mark.parametrize("num_prompts", [1, 2, 5, 6])
 def test_ranks_of_a_rival_take_equal_steps_through_all_prompts(num_prompts: int, tmp_path: Path) -> None:
     task = task_of(tmp_path, "deepspeed", num_prompts, 3)
@@ -101,9 +139,9 @@ def test_rivals_get_as_many_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     stand_in_for_deepspeed(f"NUM_RANKS = 2\n{STAND_IN}", tmp_path, monkeypatch)
     first, second = run_ranks(2, benched, folder_of(LLAMA, tmp_path), tmp_path)
     assert second.compared == (), "the first rank compares"
-    assert len(first.compared) == 2
-    for each in first.compared:
+    for each, batch_size in zip(first.compared, (5, 3), strict=True):
         assert each.failure == ""
+        assert each.batch_size == batch_size
         assert each.ratio == pytest.approx(first.tokens_per_s / each.tokens_per_s)
 
 

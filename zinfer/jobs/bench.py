@@ -23,7 +23,7 @@ from zinfer.engine.random_weights import RandomWeights, write_random
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
 from zinfer.jobs.bench_request import BenchRequest
 from zinfer.jobs.bench_result import BenchResult
-from zinfer.jobs.comparison import BATCH_SIZE, Compared, check_room, compare
+from zinfer.jobs.comparison import MOST_ROWS, Compared, check_room, compare
 from zinfer.jobs.memory_cap import held_beyond
 from zinfer.jobs.progress import Forecast, Load, Meter
 from zinfer.jobs.rehearsal import Rehearsal
@@ -139,7 +139,7 @@ def _compared(
         scratch=str(scratch),
         prompts=prompts,
         new_tokens=request.new_tokens,
-        batch_size=BATCH_SIZE,
+        batch_size=MOST_ROWS[device],
         device=device,
         device_bytes=request.memory_cap,
         num_ranks=len(found.ranks) or 1,

@@ -51,7 +51,8 @@ def bench_table(result: BenchResult) -> Table:
 def _rival(found: Compared) -> str:
     if found.failure:
         return f"no figures: {found.failure}"
-    return f"{speed(found.tokens_per_s)} after {duration(found.start_s)}; zinfer is {found.ratio:.2f} x as fast"
+    theirs = f"{speed(found.tokens_per_s)} after {duration(found.start_s)}, in batches of {found.batch_size}"
+    return f"{theirs}; zinfer is {found.ratio:.2f} x as fast"
 
 
 def _held(result: BenchResult) -> str:

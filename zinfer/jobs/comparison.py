@@ -4,10 +4,11 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,13 +20,14 @@ from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX
 from zinfer.engine.random_weights import random_bytes
 from zinfer.errors import PlanError
 from zinfer.jobs.limited_process import run_limited
-from zinfer.jobs.rivals import Task, is_installed
+from zinfer.jobs.rivals import RIVALS, Task, is_installed
 from zinfer.probe.limits import free_host_bytes
 from zinfer.units import human_bytes
 
 LIMIT_S: Final = 3600.0
-BATCH_SIZE: Final = 32
-"""Prompts that each process of a rival gets at once."""
+MOST_ROWS: Final = {"cpu": 32, "cuda": 256}
+"""Prompts that a rival gets at once on each device; on a GPU half as many, and so on, where they do not fit."""
+_OUT_OF_MEMORY: Final = "OutOfMemoryError"
 _SHARD_BYTES: Final = 2 << 30
 _SPARE_SHARE: Final = 0.05  # of the disk's free bytes
 
@@ -38,6 +40,7 @@ class Compared:
         tokens_per_s: new tokens per second after loading; 0 if it failed.
         ratio: zinfer's tokens per second over the rival's; 0 if it failed.
         start_s: seconds of loading.
+        batch_size: prompts that each of its processes had at once.
         failure: why there are no figures; empty if there are.
     """
 
@@ -45,6 +48,7 @@ class Compared:
     tokens_per_s: float = 0.0
     ratio: float = 0.0
     start_s: float = 0.0
+    batch_size: int = 0
     failure: str = ""
 
 
@@ -79,6 +83,18 @@ def compare(
 
 
 def _run(name: str, task: Task, checkpoint: Path, tokens_per_s: float, limit_s: float) -> Compared:
+    """Run a rival with the task's batch size, or with half of it, and so on, where its memory is too small."""
+    until_s = time.monotonic() + limit_s
+    num_rows = -(-len(task.prompts) // RIVALS[name].num_processes(task))
+    task = replace(task, batch_size=min(task.batch_size, num_rows))
+    while True:
+        found = _try(name, task, checkpoint, tokens_per_s, round(until_s - time.monotonic()))
+        if _OUT_OF_MEMORY not in found.failure or task.batch_size == 1:
+            return found
+        task = replace(task, batch_size=task.batch_size // 2)
+
+
+def _try(name: str, task: Task, checkpoint: Path, tokens_per_s: float, limit_s: float) -> Compared:
     with tempfile.TemporaryDirectory(dir=task.scratch) as temporary:
         folder = Path(temporary)
         scratch, result, written, log = (folder / part for part in ("scratch", "result.json", "task.json", "log"))
@@ -90,7 +106,7 @@ def _run(name: str, task: Task, checkpoint: Path, tokens_per_s: float, limit_s: 
             return Compared(name, failure=failure)
         figures = json.loads(result.read_text())
     theirs = len(task.prompts) * task.new_tokens / figures["job_s"]
-    return Compared(name, theirs, tokens_per_s / theirs, figures["start_s"])
+    return Compared(name, theirs, tokens_per_s / theirs, figures["start_s"], task.batch_size)
 
 
 @contextmanager
