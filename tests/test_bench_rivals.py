@@ -16,7 +16,9 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs import comparison
 from zinfer.jobs.bench import BenchRequest, run_bench
 from zinfer.jobs.bench_result import BenchResult
+from zinfer.jobs.bench_summary import _rival
 from zinfer.jobs.comparison import Compared, check_room, compare
+from zinfer.jobs.limited_process import STOPPED
 from zinfer.jobs.rival_worker import _rows_of
 from zinfer.jobs.rivals import Task, chosen_rivals
 from zinfer.model.outline import made_up_model
@@ -105,19 +107,36 @@ def run_by(
     return found, given
 
 
+def tell(task: Task, num_done: int) -> None:
+    Path(task.result).write_text(json.dumps({"start_s": 1.0, "job_s": 2.0, "num_done": num_done}))
+
+
 def test_batches_are_halved_until_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ending(task: Task) -> str | None:
         if task.batch_size > 2:
             return "exit code 1: torch.OutOfMemoryError: CUDA out of memory."
-        Path(task.result).write_text(json.dumps({"start_s": 1.0, "job_s": 2.0}))
+        tell(task, 8)
         return None
 
     found, given = run_by(ending, tmp_path / "first", monkeypatch)
     assert given == [8, 4, 2]
-    assert found == Compared("deepspeed", 12.0, 2.0, 1.0, 2)
+    assert found == Compared("deepspeed", 12.0, 2.0, 1.0, 2, 8)
     found, given = run_by(lambda task: "exit code 1: OutOfMemoryError", tmp_path / "second", monkeypatch, num_ranks=2)
     assert given == [4, 2, 1], "each rank has half of the prompts"
     assert found.failure == "exit code 1: OutOfMemoryError"
+
+
+def test_a_rival_at_its_limit_counts_with_what_it_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ending(task: Task) -> str:
+        tell(task, 4)
+        return f"{STOPPED}3600 s, after: it printed nothing"
+
+    found, _ = run_by(ending, tmp_path / "first", monkeypatch)
+    assert found == Compared("deepspeed", 6.0, 4.0, 1.0, 8, 4)
+    assert _rival(found, 8).startswith("6.0 tokens/s over 4 of the rows after 1 s, in batches of 8; zinfer is 4.00 x")
+    found, _ = run_by(lambda task: f"{STOPPED}3600 s, after: loading", tmp_path / "second", monkeypatch)
+    assert found.failure == f"{STOPPED}3600 s, after: loading"
+    assert found.tokens_per_s == 0
 
 
 @pytest.mark.parametrize("num_prompts", [1, 2, 5, 6])
@@ -141,7 +160,7 @@ def test_rivals_get_as_many_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert second.compared == (), "the first rank compares"
     for each, batch_size in zip(first.compared, (5, 3), strict=True):
         assert each.failure == ""
-        assert each.batch_size == batch_size
+        assert (each.num_done, each.batch_size) == (5, batch_size)
         assert each.ratio == pytest.approx(first.tokens_per_s / each.tokens_per_s)
 
 

@@ -43,15 +43,16 @@ def bench_table(result: BenchResult) -> Table:
         ("passes", f"{result.stats.passes:,}"),
         ("busy", ", ".join(f"{name} {share:.1%}" for name, share in result.shares.items())),
     ]
-    rivals = [(each.rival, _rival(each)) for each in result.compared]
+    rivals = [(each.rival, _rival(each, result.num_rows)) for each in result.compared]
     done, *_, bound = summary_rows(_as_job(result))  # between them is the speed, compared above
     return section_table("zinfer bench", [[row for row in start if row[1]], compared, rivals, done, bound])
 
 
-def _rival(found: Compared) -> str:
+def _rival(found: Compared, num_rows: int) -> str:
     if found.failure:
         return f"no figures: {found.failure}"
-    theirs = f"{speed(found.tokens_per_s)} after {duration(found.start_s)}, in batches of {found.batch_size}"
+    rows = "" if found.num_done == num_rows else f" over {found.num_done:,} of the rows"
+    theirs = f"{speed(found.tokens_per_s)}{rows} after {duration(found.start_s)}, in batches of {found.batch_size}"
     return f"{theirs}; zinfer is {found.ratio:.2f} x as fast"
 
 

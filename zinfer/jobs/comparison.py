@@ -19,7 +19,7 @@ from zinfer.checkpoint import Checkpoint, TensorEntry
 from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX
 from zinfer.engine.random_weights import random_bytes
 from zinfer.errors import PlanError
-from zinfer.jobs.limited_process import run_limited
+from zinfer.jobs.limited_process import STOPPED, run_limited
 from zinfer.jobs.rivals import RIVALS, Task, is_installed
 from zinfer.probe.limits import free_host_bytes
 from zinfer.units import human_bytes
@@ -41,6 +41,7 @@ class Compared:
         ratio: zinfer's tokens per second over the rival's; 0 if it failed.
         start_s: seconds of loading.
         batch_size: prompts that each of its processes had at once.
+        num_done: prompts that it completed: fewer than all if it was stopped at its limit.
         failure: why there are no figures; empty if there are.
     """
 
@@ -49,6 +50,7 @@ class Compared:
     ratio: float = 0.0
     start_s: float = 0.0
     batch_size: int = 0
+    num_done: int = 0
     failure: str = ""
 
 
@@ -102,11 +104,12 @@ def _try(name: str, task: Task, checkpoint: Path, tokens_per_s: float, limit_s: 
         own = {"rival": name, "checkpoint": str(checkpoint), "scratch": str(scratch), "result": str(result)}
         written.write_text(json.dumps({**asdict(task), **own}))
         failure = run_limited([sys.executable, "-m", "zinfer.jobs.rival_worker", str(written)], log, limit_s)
-        if failure is not None:
+        if failure is not None and not (failure.startswith(STOPPED) and result.exists()):
             return Compared(name, failure=failure)
         figures = json.loads(result.read_text())
-    theirs = len(task.prompts) * task.new_tokens / figures["job_s"]
-    return Compared(name, theirs, tokens_per_s / theirs, figures["start_s"], task.batch_size)
+    theirs = figures["num_done"] * task.new_tokens / figures["job_s"]
+    ratio = tokens_per_s / theirs
+    return Compared(name, theirs, ratio, figures["start_s"], task.batch_size, figures["num_done"])
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from typing import Final
 
 # An exception's own line: not indented, a name, perhaps a colon and a message; torch puts the rank before it.
 _EXCEPTION: Final = re.compile(r"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
+STOPPED: Final = "stopped at its limit of "
+"""What `run_limited` returns of a command that took too long begins so."""
 _TRACEBACK: Final = "Traceback (most recent call last):"
 
 
@@ -23,7 +25,7 @@ def run_limited(command: Sequence[str], log: Path, limit_s: float) -> str | None
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return f"stopped at its limit of {limit_s:g} s, after: {last_error(log.read_text(errors='replace'))}"
+            return f"{STOPPED}{limit_s:g} s, after: {last_error(log.read_text(errors='replace'))}"
         finally:
             if process.poll() is None:  # not reaped yet: its number is still that of its group
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,13 +1,14 @@
 """Times one rival: ``python -m zinfer.jobs.rival_worker TASK.json``.
 
-A rival that has ranks gets a process for each, in this process's group. The first writes the seconds of loading and of
-the job to the task's result file. An error ends all with a traceback.
+A rival that has ranks gets a process for each, in this process's group. The first writes the figures so far to the
+task's result file after each batch. An error ends all with a traceback.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,11 +24,11 @@ from zinfer.ranks.sockets import reserve_port
 _LAUNCHERS: Final = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 
 
-def run_task(task: Task, rank: int) -> dict[str, float]:
+def run_task(task: Task, rank: int, tell: Callable[[dict[str, float]], None]) -> None:
     """Load the rival and complete this rank's prompts.
 
-    Returns:
-        ``start_s`` and ``job_s``, of all ranks.
+    Args:
+        tell: is given the figures after each batch: ``start_s``, ``job_s`` so far, and ``num_done`` prompts of all.
 
     Raises:
         RuntimeError: it made another number of tokens than was asked for.
@@ -38,12 +39,13 @@ def run_task(task: Task, rank: int) -> dict[str, float]:
     model = RIVALS[task.rival].start(task)
     _wait_for_all()
     start_s = time.perf_counter() - begin_s
-    own = _rows_of(rank, task)
+    own, num_processes = _rows_of(rank, task), RIVALS[task.rival].num_processes(task)
     begin_s = time.perf_counter()
     for begin in range(0, len(own), task.batch_size):
         _complete(model, task, own[begin : begin + task.batch_size])
-    _wait_for_all()
-    return {"start_s": start_s, "job_s": time.perf_counter() - begin_s}
+        _wait_for_all()
+        num_done = min(len(task.prompts), (begin + task.batch_size) * num_processes)
+        tell({"start_s": start_s, "job_s": time.perf_counter() - begin_s, "num_done": num_done})
 
 
 def _rows_of(rank: int, task: Task) -> list[list[int]]:
@@ -85,9 +87,15 @@ def _run_rank(rank: int, task: Task, port: int) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(task.num_ranks), "LOCAL_WORLD_SIZE": str(task.num_ranks)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    found = run_task(task, rank)
-    if rank == 0:
-        Path(task.result).write_text(json.dumps(found))
+    result = Path(task.result)
+
+    def tell(figures: dict[str, float]) -> None:
+        if rank == 0:
+            written = result.with_suffix(".new")
+            written.write_text(json.dumps(figures))
+            written.replace(result)  # whole, whenever this process is killed
+
+    run_task(task, rank, tell)
     if dist.is_initialized():
         dist.destroy_process_group()
 
