@@ -91,7 +91,7 @@ def compute_passes(llm: LLM, model: object, is_over: Callable[[], bool] = lambda
     """Compute passes of all sizes; returns whether all were computed.
 
     Args:
-        model: its name, for the error.
+        model: named in the error.
         is_over: asked before each call and after each completion; true leaves the rest out.
 
     Raises:
@@ -104,8 +104,9 @@ def compute_passes(llm: LLM, model: object, is_over: Callable[[], bool] = lambda
         with closing(llm.stream(prompts, params)) as found:
             for completion in found:
                 if completion.error is not None:
+                    name = model.folder if isinstance(model, Checkpoint) else model
                     why = f"its first layers cannot be computed alone, so it is not warmed up: {completion.error}"
-                    raise JobError(f"{model}: {why}")
+                    raise JobError(f"{name}: {why}")
                 if is_over():
                     return False
     return True
@@ -116,7 +117,8 @@ def _requests(llm: LLM) -> Iterator[tuple[list[PromptLike], list[SamplingParams]
 
     One of the first prompts is a single token, for the kernels of passes whose chunks of one token are not in front.
     """
-    budget, most = llm.batching, llm.limits.most_tokens or _MOST_PROMPT + _MOST_NEW
+    budget = llm.batching
+    most = min(llm.limits.most_tokens or _MOST_PROMPT + _MOST_NEW, budget.num_pages * budget.page_size)
     prompt_len = min(_MOST_PROMPT, most // 2)
     most_new = min(_MOST_NEW, most - prompt_len)
     num_fitting = budget.num_pages * budget.page_size // (prompt_len + most_new + budget.page_size)
