@@ -5,11 +5,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import DeepseekV3Config, GptOssConfig
 
 from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.outline import Outline, read_outline
+from zinfer.planning import job_search, size_search
 from zinfer.planning.presets import Machine
 from zinfer.probe.limits import MachineLimits
 from zinfer.probe.rates import Rates
@@ -89,3 +91,14 @@ def machine_with(device_bytes: int, host_bytes: int, speeds: Rates | None = None
     """A GPU machine whose memory is all there for zinfer."""
     limits = MachineLimits(GPU, device_bytes, host_bytes, host_bytes)
     return Machine("made up", limits, device_bytes, speeds or rates())
+
+
+def search_less(patch: pytest.MonkeyPatch) -> None:
+    """Let plans of jobs be searched among fewer sizes with fewer rows, where a test is not about how fast they are."""
+    for name, steps in (("_FEW_STEPS", 1_000), ("_SAMPLE_STEPS", 3_000), ("_ROUGH_SAMPLE_STEPS", 2_000)):
+        patch.setattr(job_search, name, steps)
+    for name, points in (
+        *(("_NUM_SPREAD", 12), ("_NUM_ROUGHLY_SPREAD", 10), ("_FEWEST_SPREAD", 6)),
+        *(("_NUM_ROUGH", 4), ("_NUM_FINE", 8), ("_NUM_HALVINGS", 3)),
+    ):
+        patch.setattr(size_search, name, points)

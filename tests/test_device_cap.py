@@ -14,7 +14,7 @@ from engines import loaded
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from plan_support import CONFIGS, SMALL_LLAMA, machine_with, outline_of, write_config
+from plan_support import CONFIGS, SMALL_LLAMA, machine_with, outline_of, search_less, write_config
 from test_footprint import measured_peak_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -57,10 +57,10 @@ def job_parts(outline: Outline, cap: int | None) -> DeviceParts:
     return SizedJob.of(case, case.settings.batching, Job(64, [256], [32]), None).parts
 
 
-@pytest.fixture(scope="module", params=["Llama-3-70B", "small"])
+@pytest.fixture(scope="module", params=["a quarter of Llama-3-70B", "small"])
 def outline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outline:
-    config = CONFIGS.get(request.param, SMALL_LLAMA)
-    return outline_of(write_config(tmp_path_factory.mktemp(request.param), config))
+    config = SMALL_LLAMA if request.param == "small" else CONFIGS["Llama-3-70B"] | {"num_hidden_layers": 20}
+    return outline_of(write_config(tmp_path_factory.mktemp("outline"), config))
 
 
 @pytest.mark.parametrize("parts_of", [batch_parts, job_parts])
@@ -79,7 +79,8 @@ def test_a_plan_fits_its_cap_or_is_refused(
     assert min(parts.kv_cache, parts.activations, parts.reserve) > 0
 
 
-def test_a_cap_is_a_smaller_card(outline: Outline) -> None:
+def test_a_cap_is_a_smaller_card(outline: Outline, monkeypatch: pytest.MonkeyPatch) -> None:
+    search_less(monkeypatch)
     case, job = capped(outline, 24 * 10**9), Job(64, [256], [32])
     machine = machine_with(24 * 10**9, 10**11)
     assert (
@@ -91,7 +92,8 @@ def test_a_cap_is_a_smaller_card(outline: Outline) -> None:
     assert planned.parts.total <= 24 * 10**9
 
 
-def test_the_least_cap_is_named_and_enough(outline: Outline) -> None:
+def test_the_least_cap_is_named_and_enough(outline: Outline, monkeypatch: pytest.MonkeyPatch) -> None:
+    search_less(monkeypatch)
     with pytest.raises(PlanError, match=r"for weights .*, slots .*, KV cache .*, activations .*, reserve ") as refused:
         plan_batch(capped(outline, 8 * 10**8), Request(4, 256, 32))
     least = least_bytes(refused.value)

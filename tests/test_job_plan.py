@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs_support import letters_model, write_rows
-from plan_support import CONFIGS, SMALL_LLAMA, machine_with, outline_of, rates, write_config
+from plan_support import CONFIGS, SMALL_LLAMA, machine_with, outline_of, rates, search_less, write_config
 from typer.testing import CliRunner, Result
 
 from zinfer.cli import app
@@ -31,9 +31,24 @@ SETTINGS = resolve_settings()
 JOB = Job(5000, [100, 300, 500], [8, 16, 32])
 
 
+@pytest.fixture(autouse=True)
+def quick_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole search only where a test asks how fast the plan is."""
+    if request.node.get_closest_marker("slow") is None:
+        search_less(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("small"), SMALL_LLAMA)
+
+
+@pytest.fixture(scope="module")
+def planned(folder: Path) -> JobPlan:
+    """With nothing stated."""
+    with pytest.MonkeyPatch.context() as patch:
+        search_less(patch)
+        return plan_job(Case(outline_of(folder), machine_with(1_500_000_000, 10**10), SETTINGS), JOB)
 
 
 def stated(**sizes: Any) -> Any:
@@ -156,10 +171,9 @@ def test_what_is_stated_is_kept(folder: Path) -> None:
     assert planned.keys()["tokens_per_pass"] == 777
 
 
-def test_the_keys_make_the_same_plan_again(folder: Path) -> None:
-    outline, machine = outline_of(folder), machine_with(1_500_000_000, 10**10)
-    planned = plan_job(Case(outline, machine, SETTINGS), JOB)
-    again = plan_job(Case(outline, machine, resolve_settings({"zinfer": planned.keys()})), JOB)
+def test_the_keys_make_the_same_plan_again(planned: JobPlan) -> None:
+    case = replace(planned.case, settings=resolve_settings({"zinfer": planned.keys()}))
+    again = plan_job(case, JOB)
     assert again.budget == planned.budget
     assert again.seconds == planned.seconds
 
@@ -188,7 +202,8 @@ def test_fewer_bytes_are_advised_where_the_link_is_slow(folder: Path) -> None:
 
 def test_host_memory_holds_the_cache_where_the_device_holds_few_texts(folder: Path, tmp_path: Path) -> None:
     """Chosen where it is open, advised where the device was stated; not on a card that holds them all."""
-    large, machine = outline_of(write_config(tmp_path, CONFIGS["Llama-3-70B"])), machine_with(24 * 10**9, 256 * 10**9)
+    quarter = CONFIGS["Llama-3-70B"] | {"num_hidden_layers": 20}
+    large, machine = outline_of(write_config(tmp_path, quarter)), machine_with(9 * 10**9, 64 * 10**9)
     job = Job(5000, [512], [32])
     sizes = stated(tokens_per_pass=4096, max_sequences=512)
     assert plan_job(Case(large, machine, sizes), job).budget.is_hosted
@@ -282,8 +297,7 @@ def test_the_configuration_is_the_given_one_with_what_was_chosen(tmp_path: Path)
     assert (again["seconds"], again["configuration"]) == (found["seconds"], merged)
 
 
-def test_a_tier_that_was_given_up_is_not_left_in_the_configuration(folder: Path) -> None:
-    planned = plan_job(Case(outline_of(folder), machine_with(1_500_000_000, 10**10), SETTINGS), JOB)
+def test_a_tier_that_was_given_up_is_not_left_in_the_configuration(planned: JobPlan) -> None:
     merged = planned.configuration({"zinfer": {"kv_cache_tier": "host", "batch_size": 3}, "dtype": "bf16"})
     assert merged == {"dtype": "bf16", "zinfer": {"batch_size": 3, **planned.keys()}}
     assert "kv_cache_tier" not in merged["zinfer"]
@@ -318,17 +332,17 @@ def test_the_command_looks_at_the_rows_of_an_input(tmp_path: Path) -> None:
     folder = letters_model(tmp_path / "model")
     rows: list[dict[str, Any]] = [{"prompt": "a" * (1 + number % 9), "max_new_tokens": 3} for number in range(2500)]
     path = write_rows(tmp_path / "in.jsonl", [*rows, {"prompt": 3}, {"prompt": "abc", "n": 2, "temperature": 1.0}])
-    result = zinfer_plan(folder, "--machine", "h200", "--input", str(path), "--new-tokens", "7", "--json")
+    result = zinfer_plan(folder, "--machine", "t4", "--input", str(path), "--new-tokens", "7", "--json")
     assert result.exit_code == 0, result.output
     assert 2495 <= json.loads(result.stdout)["rows"] <= 2505
     long = write_rows(tmp_path / "long.jsonl", [{"prompt": "a" * 100}] * 3)
-    result = zinfer_plan(folder, "--machine", "h200", "--input", str(long))
+    result = zinfer_plan(folder, "--machine", "t4", "--input", str(long))
     assert "28 new ones each" in result.stdout, "what the model's 128 positions leave, as in a job"
-    refused = zinfer_plan(folder, "--machine", "h200", "--input", str(path), "--rows", "3")
+    refused = zinfer_plan(folder, "--machine", "t4", "--input", str(path), "--rows", "3")
     assert refused.exit_code == 2
     assert "--rows and --input both set the number of rows" in refused.stderr
     empty = write_rows(tmp_path / "bad.jsonl", ["{"] * 4)
-    refused = zinfer_plan(folder, "--machine", "h200", "--input", str(empty))
+    refused = zinfer_plan(folder, "--machine", "t4", "--input", str(empty))
     assert refused.exit_code == 2
     assert "none of 4 sampled rows can be used" in refused.stderr
 
@@ -337,7 +351,7 @@ def test_rows_that_would_get_an_error_are_left_out_of_the_plan(tmp_path: Path) -
     folder = letters_model(tmp_path / "model")
     rows: list[dict[str, Any]] = [{"prompt": "abc"}] * 3
     path = write_rows(tmp_path / "in.jsonl", [*rows, {"prompt": "a" * 1000}, {"prompt": "b", "max_new_tokens": 1000}])
-    result = zinfer_plan(folder, "--machine", "h200", "--input", str(path), "--new-tokens", "7")
+    result = zinfer_plan(folder, "--machine", "t4", "--input", str(path), "--new-tokens", "7")
     assert result.exit_code == 0, result.output
     assert "2 of 5 sampled rows would fail, and are left out" in result.stdout
 

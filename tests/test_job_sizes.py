@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
-from plan_support import SMALL_LLAMA, machine_with, rates, write_config
+from plan_support import SMALL_LLAMA, machine_with, rates, search_less, write_config
 
 import zinfer
 from zinfer.checkpoint import Checkpoint
@@ -95,8 +95,11 @@ def test_rows_from_all_over_the_input_are_planned_for(
     assert (sample.job(), sample.num_read, len(sample.bad)) == (job, 10, 2)
 
 
-def test_only_speed_that_is_asked_for_quantizes_the_cache(tmp_path: Path, machine: Machine) -> None:
+def test_only_speed_that_is_asked_for_quantizes_the_cache(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what is stated stays: it is in no plan."""
+    search_less(monkeypatch)
     folder, job, said = write_config(tmp_path, SMALL_LLAMA), Job(200, [100, 300, 500], [8, 16, 32]), []
     careful = choose_sizes(folder, resolve_settings(), job, said.append)
     fast = choose_sizes(folder, resolve_settings({"zinfer": {"optimize": "speed"}}), job, said.append)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoints import tiny_checkpoint
-from plan_support import CONFIGS, NUM_PARAMS, QUANTIZED_ELSEWHERE, SMALL_LLAMA, machine_with, write_config
+from plan_support import CONFIGS, NUM_PARAMS, QUANTIZED_ELSEWHERE, SMALL_LLAMA, machine_with, search_less, write_config
 from probe_support import CARD, made_up_device, made_up_findings
 from typer.testing import CliRunner, Result
 
@@ -24,7 +24,8 @@ from zinfer.planning.presets import PRESETS
 
 @pytest.fixture(autouse=True)
 def no_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No findings of an earlier probe."""
+    """No findings of an earlier probe, and short searches for what would fit."""
+    search_less(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
