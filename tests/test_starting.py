@@ -1,11 +1,14 @@
 """A signal while a command starts, in the seconds in which torch and transformers are imported."""
 
+import gc
 import signal
 from pathlib import Path
 
 import pytest
 from commands import start
 from interrupted_import import interrupt_import
+
+from zinfer.cli.ending import importing
 
 
 @pytest.mark.parametrize(
@@ -29,3 +32,9 @@ def test_a_signal_during_an_import_ends_the_command(
     message = f"zinfer: {number.name}: stopped while starting, before anything was read or written.\n"
     assert (process.returncode, out, said) == (128 + number, "", message)
     assert not list(tmp_path.iterdir())
+
+
+def test_imports_look_for_no_garbage_and_what_follows_does() -> None:
+    with importing():
+        assert not gc.isenabled()
+    assert gc.isenabled()
