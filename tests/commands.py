@@ -3,6 +3,7 @@
 A warm process is forked, by multiprocessing's server, from one that has only imported the modules of commands. It has
 its own memory, descriptors, session and signals, and can be killed. It saves the seconds of importing torch and
 transformers. All processes of pytest-xdist share a server.
+The ranks and replicas that it starts are warm as well, by `stand_in.py`.
 On a machine with a GPU every start is cold, because CUDA does not survive a fork.
 """
 
@@ -17,11 +18,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
-from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from stand_in import PYTHON, SCRIPT, SERVER, Ends
 
 _COMMANDS: Final = [f"zinfer.{name}" for name in ("cli", "jobs.job", "jobs.summary", "store.writing", "store.progress")]
 _TESTS: Final = ["hypothesis", "pytest"]  # of the functions that ranks run
@@ -38,14 +39,6 @@ def share_server() -> dict[str, Any]:
     return {name: getattr(_forkserver, name) for name in names if hasattr(_forkserver, name)}
 
 
-def use_server(reached: Mapping[str, Any]) -> None:
-    """Let another process's server fork for this one, which starts none."""
-    for name, value in reached.items():
-        setattr(_forkserver, name, value)
-    _forkserver._forkserver_alive_fd = os.pipe()[1]  # handed to what is forked, which hands it on
-    _forkserver.ensure_running = lambda: None
-
-
 class Forked:
     """A command in a forked process, with what tests use of `subprocess.Popen`: pipes, signals, an exit code."""
 
@@ -53,7 +46,7 @@ class Forked:
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         self.stdout, self.stderr = os.fdopen(out), os.fdopen(err)
-        self._process = context.Process(target=_command, args=(_Ends(out_end, err_end), *args))
+        self._process = context.Process(target=run_command, args=(Ends(out_end, err_end), *args))
         self._process.start()
         os.close(out_end)
         os.close(err_end)
@@ -105,6 +98,7 @@ def start(
     limit_bytes: int | None = None,
     prepare: Preparation | None = None,
     variables: Mapping[str, str] | None = None,
+    warms_others: bool = True,
 ) -> Process:
     """`zinfer` with these arguments, in ``folder`` and in a session of its own.
 
@@ -113,10 +107,12 @@ def start(
         limit_bytes: no file that it writes may become larger.
         prepare: a function of a module, with arguments, to call before the command.
         variables: added to its environment.
+        warms_others: the `zinfer` processes that a warm one starts are warm too.
     """
     words = [str(each) for each in arguments]
     if warm and not torch.cuda.is_available():
-        return Forked(words, folder, {**os.environ, **(variables or {})}, limit_bytes, prepare)
+        others = {PYTHON: sys.executable, SERVER: repr(share_server())} if warms_others else {}
+        return Forked(words, folder, {**os.environ, **others, **(variables or {})}, limit_bytes, prepare)
     program = ["-m", "zinfer"]
     if prepare is not None:
         function, given = prepare
@@ -143,26 +139,8 @@ main()
 """
 
 
-class _Ends:
-    """Ends of pipes that become a new process's stdout and stderr."""
-
-    def __init__(self, *descriptors: int) -> None:
-        self._descriptors: list[Any] = list(descriptors)
-
-    def __getstate__(self) -> list[Any]:
-        return [DupFd(each) for each in self._descriptors]
-
-    def __setstate__(self, sent: list[Any]) -> None:
-        self._descriptors = [each.detach() for each in sent]
-
-    def take_over(self) -> None:
-        for place, descriptor in enumerate(self._descriptors, start=1):
-            os.dup2(descriptor, place)
-            os.close(descriptor)
-
-
-def _command(
-    ends: _Ends,
+def run_command(
+    ends: Ends,
     words: list[str],
     folder: Path,
     environment: dict[str, str],
@@ -175,6 +153,8 @@ def _command(
     ends.take_over()
     os.environ.clear()
     os.environ.update(environment, OMP_NUM_THREADS="1")
+    if PYTHON in environment:
+        sys.executable = str(SCRIPT)
     os.chdir(folder)
     _limit(limit_bytes)
     if prepare is not None:

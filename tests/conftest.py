@@ -13,6 +13,7 @@ import commands
 import pytest
 import torch
 from hypothesis import settings
+from stand_in import use_server
 from threads import settled_threads
 
 # Each process of pytest-xdist uses one of several GPUs.
@@ -121,7 +122,7 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if (given := getattr(config, "workerinput", None)) is not None:
-        commands.use_server(given["server"])
+        use_server(given["server"])
 
 
 @pytest.hookimpl(wrapper=True)
