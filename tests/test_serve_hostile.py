@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -161,9 +161,21 @@ SLOW = {
 }
 
 
-def test_requests_that_do_not_arrive_end_their_connections(server: Server) -> None:
+@pytest.fixture(scope="module")
+def at_once(server: Server) -> Iterator[dict[str, Future[Any]]]:
+    """What clients found that make the server wait, which it does for all of them at once."""
+    kinds = {"sends": send_slowly, "never reads": lose_answers, "reads": read_slowly}
+    with ThreadPoolExecutor(len(kinds)) as threads:
+        yield {name: threads.submit(each, server) for name, each in kinds.items()}
+
+
+def send_slowly(server: Server) -> dict[str, bytes]:
     with ThreadPoolExecutor(len(SLOW)) as threads:
-        found = dict(zip(SLOW, threads.map(lambda first: slowly(server, first), SLOW.values()), strict=True))
+        return dict(zip(SLOW, threads.map(lambda first: slowly(server, first), SLOW.values()), strict=True))
+
+
+def test_requests_that_do_not_arrive_end_their_connections(at_once: dict[str, Future[Any]]) -> None:
+    found = at_once["sends"].result()
     statuses = {name: answer.split()[1] for name, answer in found.items()}
     assert statuses == {**dict.fromkeys(SLOW, b"408"), "body without a key": b"401"}
 
@@ -183,20 +195,21 @@ def ask_for_streams(server: Server, times: int) -> socket.socket:
     return client
 
 
-def test_a_client_that_does_not_read_its_answers_loses_them(server: Server) -> None:
-    """They are larger than the system's buffers; what they need is free again."""
+def lose_answers(server: Server) -> int:
+    """Ask for answers larger than the system's buffers and read none; returns the sequences left once it is cut off."""
     deadline_s = time.monotonic() + 60
     with ask_for_streams(server, 6) as client:
         while client.getsockopt(socket.SOL_TCP, socket.TCP_INFO, 1) != bytes([_CLOSED]):
             assert time.monotonic() < deadline_s, "the connection is still there"
             time.sleep(0.1)
     with server.http() as http:
-        while http.get("/load").json()["sequences_under_way"]:
-            assert time.monotonic() < deadline_s
+        while (num_left := http.get("/load").json()["sequences_under_way"]) and time.monotonic() < deadline_s:
             time.sleep(0.1)
+    return int(num_left)
 
 
-def test_a_client_that_reads_slowly_gets_its_answer(server: Server) -> None:
+def read_slowly(server: Server) -> bytes:
+    """What a client is sent that reads for three times as long as a request may take to arrive."""
     with ask_for_streams(server, 1) as client:
         found, begin_s = b"", time.monotonic()
         while b"data: [DONE]" not in found[-9000:]:
@@ -204,6 +217,16 @@ def test_a_client_that_reads_slowly_gets_its_answer(server: Server) -> None:
                 time.sleep(0.3)
             found += (more := client.recv(1 << 16))
             assert more, "the connection has ended"
+    return found
+
+
+def test_a_client_that_does_not_read_its_answers_loses_them(at_once: dict[str, Future[Any]]) -> None:
+    """What they need is free again."""
+    assert at_once["never reads"].result() == 0
+
+
+def test_a_client_that_reads_slowly_gets_its_answer(at_once: dict[str, Future[Any]]) -> None:
+    found = at_once["reads"].result()
     assert len(re.findall(rb'"finish_reason": ?"', found)) == 64
 
 
