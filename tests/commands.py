@@ -39,6 +39,11 @@ def share_server() -> dict[str, Any]:
     return {name: getattr(_forkserver, name) for name in names if hasattr(_forkserver, name)}
 
 
+def variables_of_others() -> dict[str, str]:
+    """What the environment says to processes whose `sys.executable` is `stand_in.SCRIPT`."""
+    return {PYTHON: sys.executable, SERVER: repr(share_server())}
+
+
 class Forked:
     """A command in a forked process, with what tests use of `subprocess.Popen`: pipes, signals, an exit code."""
 
@@ -111,7 +116,7 @@ def start(
     """
     words = [str(each) for each in arguments]
     if warm and not torch.cuda.is_available():
-        others = {PYTHON: sys.executable, SERVER: repr(share_server())} if warms_others else {}
+        others = variables_of_others() if warms_others else {}
         return Forked(words, folder, {**os.environ, **others, **(variables or {})}, limit_bytes, prepare)
     program = ["-m", "zinfer"]
     if prepare is not None:

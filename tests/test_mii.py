@@ -2,14 +2,18 @@
 
 import asyncio
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import commands
 import httpx2 as httpx
 import psutil
 import pytest
+import torch
 from jobs_support import letters_model
+from stand_in import SCRIPT
 
 import zinfer.mii as mii
 from zinfer import LLM, SamplingParams
@@ -92,6 +96,10 @@ def test_a_batching_engine(model: str, alone: list[tuple[str, int, int, str]]) -
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of deployments; none of them outlives a test."""
     monkeypatch.setenv("ZINFER_MII", str(tmp_path / "mii"))
+    if not torch.cuda.is_available():  # what is started is warm
+        for name, value in commands.variables_of_others().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "executable", str(SCRIPT))
     yield tmp_path / "mii"
     for process in psutil.process_iter(["cmdline"]):
         if str(tmp_path / "mii") in " ".join(process.info["cmdline"] or []):
