@@ -13,7 +13,7 @@ import zinfer
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError
-from zinfer.jobs import run_job
+from zinfer.jobs import UnusableInput, run_job
 from zinfer.jobs.manifest import read_manifest
 from zinfer.jobs.request import manifest_path
 from zinfer.jobs.token_rows import sample_rows
@@ -53,6 +53,17 @@ def run(model: Path, folder: Path, **options: Any) -> tuple[list[str], dict[str,
     manifest = read_manifest(manifest_path(folder / "out.jsonl"))
     assert manifest is not None
     return list(summary.notes), dict(manifest.sizes), read_rows(folder / "out.jsonl")
+
+
+@pytest.mark.parametrize("key", ["max_token_latency", "draft_model"])
+def test_keys_that_are_no_whole_numbers_are_kept(model: Path, tmp_path: Path, key: str) -> None:
+    config = {"zinfer": {key: str(model) if key == "draft_model" else 2.5}}
+    _, _, rows = run(model, tmp_path, config=config)
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:9]))
+    assert run(model, tmp_path, config=config)[2] == rows
+    with pytest.raises(UnusableInput, match=f"settings.{key}.* in the manifest, absent now"):
+        run(model, tmp_path)
 
 
 def test_a_job_runs_with_the_sizes_it_planned_and_goes_on_with_them(

@@ -124,7 +124,8 @@ class ExecutionMode:
             return found | ({"pooling": str(request.pooling)} if request.task is Task.EMBED else {})
         if self._is_padded:
             return found | {"batching": "padded"}
-        stated = {name: value for name, value in asdict(settings.batching).items() if value is not None}
+        given = {name: value for name, value in asdict(settings.batching).items() if value is not None}
+        stated = {name: value if isinstance(value, str | int) else str(value) for name, value in given.items()}
         return found | {"batching": "continuous"} | stated
 
     @property
