@@ -69,16 +69,18 @@ def test_nonsense_sizes_are_refused_with_an_example(name: str, value: object) ->
     ("value", "hint"),
     [
         ("24 GBs", 'did you mean "24GB"?'),
+        ("24Gb", "Gb are bits, eight to a byte: write GB for bytes"),
+        ("24Gib", "Gib are bits, eight to a byte: write GiB for bytes"),
         ("24G", 'did you mean "24GB" or "24GiB"?'),
         ("1,5 gigabytes", 'did you mean "1.5GB"?'),
         ("512 mebibytes", 'did you mean "512MiB"?'),
         ("512 MiBs", 'did you mean "512MiB"?'),
         ("9 bytes", 'did you mean "9B"?'),
         ("4K", 'did you mean "4kB" or "4KiB"?'),
-        (0, "leave the key out for the default"),
-        ("0GB", "leave the key out for the default"),
-        ("-24GB", "leave the key out for the default"),
-        (-24, "leave the key out for the default"),
+        (0, "leave it out for the default"),
+        ("0GB", "leave it out for the default"),
+        ("-24GB", "leave it out for the default"),
+        (-24, "leave it out for the default"),
     ],
 )
 def test_a_size_that_was_probably_meant_is_named(value: object, hint: str) -> None:

@@ -68,7 +68,8 @@ def _bytes(option: str, value: str | None, example: str) -> int | None:
     try:
         return size_bytes(value.removesuffix("/s") if example.endswith("/s") else value)
     except Unusable as error:
-        raise ConfigError(f"{option} = {value!r}: expected {error}, such as {example}") from None
+        rate = f"; a rate is written like {example}" if example.endswith("/s") else ""
+        raise ConfigError(f"{option} = {value!r}{error}{rate}") from None
 
 
 def open_case(model: Path, config: Path | None, options: MachineOptions, parallel: str) -> "Case":
@@ -82,7 +83,7 @@ def open_case(model: Path, config: Path | None, options: MachineOptions, paralle
         from zinfer.cli.plan_ranks import parse_parallel
         from zinfer.config import resolve_settings
         from zinfer.model.known_models import KNOWN_MODELS
-        from zinfer.model.outline import holds_config_alone, is_known_model, read_outline
+        from zinfer.model.outline import check_settings, holds_config_alone, is_known_model, read_outline
         from zinfer.planning.plan import Case
         from zinfer.planning.presets import find_preset, probed_machine, this_machine
 
@@ -100,5 +101,6 @@ def open_case(model: Path, config: Path | None, options: MachineOptions, paralle
         if not model.exists() and (near := get_close_matches(str(model), KNOWN_MODELS, 1)):
             raise CheckpointError(f"{error}; or plan for the published model: --model {near[0]}") from error
         raise
+    check_settings(outline, settings)
     machine = machine or this_machine(settings, outline.files)
     return Case(outline, machine, settings)

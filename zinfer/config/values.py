@@ -31,6 +31,7 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", re.IGNORECASE)
 _SIZE_LIKE = re.compile(r"([+-]?[0-9]+(?:[.,][0-9]+)?)\s*([a-z]+)\.?", re.IGNORECASE | re.ASCII)
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s)", re.IGNORECASE)
 _MOST_CHARS = 40  # of a number written as text
+_MOST_S = 10**9
 
 _DTYPES = {
     **dict.fromkeys(("fp16", "half", "float16"), torch.float16),
@@ -158,11 +159,13 @@ def size_bytes(value: object) -> int:
 
     Refuses a bare letter ("24G"), which is ambiguous.
     """
-    if isinstance(value, str):
-        match = SIZE.fullmatch(value.strip())
-        number = Fraction(math.floor(Fraction(match[1]) * UNIT_BYTES[(match[2] or "b").lower()])) if match else None
+    if isinstance(value, str) and (match := SIZE.fullmatch(value.strip())):
+        unit = match[2] or "B"
+        if unit[0] in "KMGT" and unit[-1] == "b":
+            raise Unusable(f"{SIZE_EXPECTED}; {unit} are bits, eight to a byte: write {unit[:-1]}B for bytes")
+        number: Fraction | None = Fraction(math.floor(Fraction(match[1]) * UNIT_BYTES[unit.lower()]))
     else:
-        number = _finite(value)
+        number = None if isinstance(value, str) else _finite(value)
     if number is None or number.denominator > 1 or number < 1:
         raise Unusable(SIZE_EXPECTED + _nearest_size(value))
     return int(number)
@@ -173,7 +176,7 @@ def _nearest_size(value: object) -> str:
     match = _SIZE_LIKE.fullmatch(value.strip()) if isinstance(value, str) else None
     number, unit = (match[1].replace(",", "."), match[2].lower()) if match else (str(value), "b")
     if _NUMBER.fullmatch(number) and Fraction(number) <= 0:
-        return "; leave the key out for the default"
+        return "; leave it out for the default"
     if match is None or unit[0] not in "bkmgt":
         return ""
     prefix = "" if unit[0] == "b" else unit[0].upper()
@@ -187,7 +190,7 @@ def seconds(value: object) -> float:
     number = _finite(value)
     if isinstance(value, str) and (match := _TIME.fullmatch(value.strip())):
         number = Fraction(match[1]) / (1000 if match[2].lower() == "ms" else 1)
-    if number is None or number <= 0:
+    if number is None or not 0 < number <= _MOST_S:
         raise Unusable('a time above 0 in seconds, or with a unit such as "200ms" or "1.5s"')
     return float(number)
 
