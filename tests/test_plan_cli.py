@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import zinfer
 from zinfer.cli import app
-from zinfer.errors import CheckpointError
+from zinfer.errors import CheckpointError, ZinferError
 from zinfer.planning.data_sheets import DATA_SHEETS, find_data_sheet
 from zinfer.planning.presets import PRESETS
 
@@ -145,8 +145,9 @@ def test_figures_of_a_preset_can_be_stated(tmp_path: Path) -> None:
     as_it_is = document(zinfer_plan(folder, "--machine", "rtx4090", "--json"))
     assert found["tokens_per_s"] > as_it_is["tokens_per_s"], "64 GB do not hold the model"
     check_refused(zinfer_plan(folder, *stated), "--host-memory and --link and --disk", "add --machine NAME")
-    check_refused(zinfer_plan(folder, "--machine", "t4", "--link", "fast"), "--link = 'fast'", "such as 25GB/s")
-    check_refused(zinfer_plan(folder, "--machine", "t4", "--host-memory", "9GB/s"), "--host-memory = '9GB/s'", "128GB")
+    check_refused(zinfer_plan(folder, "--machine", "t4", "--link", "fast"), "--link = 'fast'", "like 25GB/s")
+    check_refused(zinfer_plan(folder, "--machine", "t4", "--host-memory", "9GB/s"), "--host-memory = '9GB/s': expected")
+    check_refused(zinfer_plan(folder, "--machine", "t4", "--link", "25Gb/s"), "Gb are bits", "such as", "like 25GB/s")
 
 
 def check_refused(result: Result, *words: str) -> None:
@@ -184,6 +185,38 @@ def test_a_config_that_a_run_refuses_is_not_planned(name: str, checkpoint: Path,
         zinfer.init_inference(whole, {"zinfer": {"device": "cpu"}})
     check_refused(planned, str(refused.value))
     assert "use the full-precision checkpoint and quantize it while loading" in planned.stderr
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"checkpoint": "elsewhere"},
+        {"injection_policy": {"Foo": ["a.b"]}},
+        {"min_out_tokens": 10**6},
+        {"moe": {"enabled": True, "moe_experts": [8]}},
+        {"zinfer": {"quantization": {"bits": 8, "include": ["nothing"]}}},
+        {"zinfer": {"draft_model": "nowhere"}},
+    ],
+)
+def test_a_configuration_that_a_run_refuses_is_not_planned(
+    config: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ZinferError) as refused:
+        zinfer.LLM(str(checkpoint), {**config, "zinfer": {"device": "cpu", **config.get("zinfer", {})}})
+    written = tmp_path / "ds.json"
+    written.write_text(json.dumps(config))
+    planned = zinfer_plan(checkpoint, "--machine", "h200", "--config", str(written), "--rows", "9")
+    check_refused(planned, str(refused.value))
+
+
+def test_rows_that_are_scored_may_fill_the_context(checkpoint: Path, tmp_path: Path) -> None:
+    positions = json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]
+    row = {"prompt_token_ids": [5] * positions, "max_new_tokens": 0, "prompt_logprobs": 0}
+    rows = tmp_path / "in.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    assert document(zinfer_plan(checkpoint, "--machine", "t4", "--input", str(rows), "--json"))["rows"] == 1
+    rows.write_text(json.dumps({**row, "max_new_tokens": 1}) + "\n")
+    check_refused(zinfer_plan(checkpoint, "--machine", "t4", "--input", str(rows)), "leaves no room for new ones")
 
 
 def test_a_config_alone_does_not_tell_which_weights_are_quantized(tmp_path: Path) -> None:
@@ -231,7 +264,10 @@ def test_a_refusal_names_what_was_stated_and_what_would_fit(tmp_path: Path, monk
     config = tmp_path / "ds.json"
     config.write_text('{"zinfer": {"max_weight_memory": "1MB", "num_slots": 2}}')
     refused = zinfer_plan(folder, *options, "--config", str(config))
-    check_refused(refused, "zinfer.max_weight_memory is 1.00 MB", "raise it, or lower zinfer.num_slots, or quantize")
+    check_refused(refused, "zinfer.max_weight_memory is 1.00 MB", "raise it, or quantize")
+    config.write_text('{"zinfer": {"max_weight_memory": "5MB", "num_slots": 2}}')
+    refused = zinfer_plan(folder, *options, "--config", str(config))
+    check_refused(refused, "zinfer.max_weight_memory is 5.00 MB", "raise it, or lower zinfer.num_slots, or quantize")
     monkeypatch.setitem(PRESETS, "a6000", machine_with(1_000_000_000, 10**10))
     config.write_text('{"zinfer": {"max_device_memory": "20MB"}}')
     refused = zinfer_plan(folder, *options, "--config", str(config))

@@ -174,7 +174,9 @@ def _job(
 
     (num_rows, input), (prompt_len, new_tokens) = rows, lengths
     if input is None:
-        return Job(num_rows or 1, [prompt_len], [new_tokens or DEFAULT_NEW_TOKENS]), []
+        new_tokens = new_tokens or DEFAULT_NEW_TOKENS
+        case.check_length(prompt_len, new_tokens)
+        return Job(num_rows or 1, [prompt_len], [new_tokens]), []
     vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
     sample = sample_rows(input, model, vocab, new_tokens, limits)
     if not sample.bad:

@@ -46,6 +46,8 @@ def read_token_rows(
     for prompt in map(reader.read, read_lines(prompts)):
         if isinstance(prompt, BadRow):
             raise ConfigError(f"{prompts}: {prompt.message}; correct the row, or leave it out")
+        if problem := limits.problem(len(prompt.token_ids), num_new_tokens):
+            raise ConfigError(f"{prompts}: line {prompt.line}: {problem}")
         found.append(prompt.token_ids)
     return found
 

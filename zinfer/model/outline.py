@@ -17,14 +17,17 @@ from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint, TensorEntry
 from zinfer.checkpoint.config_checks import read_config
-from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX, SAFETENSORS_SUFFIX, absolute
+from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX, SAFETENSORS_SUFFIX, absolute, resolve_folder
 from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization
-from zinfer.errors import CheckpointError
+from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.build import build_meta_model
-from zinfer.model.context_length import max_positions
+from zinfer.model.context_length import check_min_out_tokens, max_positions
+from zinfer.model.experts import check_num_experts
 from zinfer.model.known_models import KNOWN_MODELS
+from zinfer.model.layers import check_classes
 from zinfer.model.partition import ModelBlock, partition_model
+from zinfer.model.quantized_forms import check_patterns
 from zinfer.model.spec import ModelSpec
 from zinfer.model.stage import Stage, StageModel
 from zinfer.model.weight_matching import Weight, match_weights
@@ -143,6 +146,22 @@ def read_outline(
         tree=tree,
         weights=weights,
     )
+
+
+def check_settings(outline: Outline, settings: Settings) -> None:
+    """Refuse what a run refuses of a configuration because of the model.
+
+    Raises:
+        ConfigError, CheckpointError: as a run.
+    """
+    if settings.checkpoint is not None:
+        raise ConfigError(f"checkpoint: the model is given as a folder ({outline.name}) already; remove one of the two")
+    check_classes(outline.tree, settings.block_classes)
+    check_min_out_tokens(outline.tree, settings.min_out_tokens)
+    check_num_experts(outline.tree, settings.num_experts)
+    check_patterns(settings.quantization, outline.tree)
+    if settings.batching.draft_model is not None:
+        resolve_folder(settings.batching.draft_model)
 
 
 def made_up_model(folder: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, Checkpoint]:

@@ -53,7 +53,8 @@ def plan_forms(case: Case, job: Job, *, is_rough: bool = False) -> list[JobPlan]
 
     Of the fastest form there is also the best plan with other tokens a pass, if any was tried.
     """
-    case.check_length(*job.longest)
+    for prompt_len, new_tokens in zip(job.prompt_lens, job.new_tokens, strict=True):
+        case.check_length(prompt_len, 0 if new_tokens == 1 else new_tokens)  # a prompt that is scored has one, too
     window = case.outline.spec.common_window
     samples = job.sample(_FEW_STEPS, _FEW_ROWS), job.sample(_ROUGH_SAMPLE_STEPS if is_rough else _SAMPLE_STEPS)
     few, more = (

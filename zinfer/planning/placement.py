@@ -185,7 +185,7 @@ class _Planner:
         what, remedies = "the device memory for weights", []
         if self.settings.memory.max_weight_memory is not None:
             what, remedies = "zinfer.max_weight_memory", ["raise it"]
-        if self.num_slots > 1:
+        if self.num_slots > 1 and largest.nbytes <= budget:
             remedies.append("lower zinfer.num_slots" if self.settings.num_slots else "set zinfer.num_slots to 1")
         if not any(isinstance(tensor, SlabMatrix) for block in self.blocks for tensor in block.layout.tensors):
             remedies.append('quantize the weights (zinfer.quantization {"bits": 4, "group_size": 128})')
