@@ -37,6 +37,12 @@ def test_other_settings_are_refused(
     assert output.read_bytes() == whole
 
 
+@pytest.mark.parametrize("output", [".", "", "/"])
+def test_a_folder_is_no_output(model: Path, prompts: Path, output: str) -> None:
+    with pytest.raises(UnusableInput, match="is a folder; give a file in it"):
+        job(model, prompts, Path(output), engine_factory=never_made)
+
+
 def test_memory_budgets_are_no_other_settings(model: Path, prompts: Path, output: Path) -> None:
     finish(model, prompts, output)
     job(model, prompts, output, config={"zinfer": {"max_host_memory": "1GB"}}, engine_factory=never_made)

@@ -76,6 +76,8 @@ class JobRequest:
             ) from error
 
     def _check_paths(self) -> None:
+        if not self.output.name or self.output.is_dir():
+            raise UnusableInput(f"output {self.output} is a folder; give a file in it")
         if self.output.exists() and self.input.exists() and self.output.samefile(self.input):
             raise UnusableInput(f"output {self.output} is the input file; give another --output")
         taken = {"input": self.input, "output": self.output, "output's manifest": manifest_path(self.output)}
