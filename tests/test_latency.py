@@ -17,7 +17,7 @@ from test_scheduler_workloads import ROWS, Room, Row, Workload
 from zinfer import LLM
 from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.planning.latency import describe_latency, describe_unreachable, predict_latency
+from zinfer.planning.latency import describe_latency, describe_unreachable, predict_latency, usual_lengths
 from zinfer.planning.memory import Footprint
 from zinfer.planning.simulation import JobEstimator
 from zinfer.planning.step_time import PassTime
@@ -149,6 +149,10 @@ def estimator(latency_s: float | None = None, num_pages: int = 10_000) -> JobEst
         footprint=Footprint(num_pages * 64_000, 0, 0),
     )
     return JobEstimator(budget, None, 1000, pass_time, latency_s)
+
+
+def test_usual_requests_are_no_longer_than_the_model_allows() -> None:
+    assert [usual_lengths(most) for most in (None, 2048, 640, 64, 2)] == [(512, 128)] * 3 + [(52, 12), (1, 1)]
 
 
 def test_times_under_load() -> None:

@@ -13,9 +13,7 @@ from zinfer.planning.simulation import JobEstimator
 from zinfer.scheduling.schedule import PassSize
 from zinfer.units import duration
 
-PROMPT_LEN: Final = 512
-NEW_TOKENS: Final = 128
-"""Lengths of a typical request."""
+_USUAL: Final = (512, 128)  # tokens of a prompt and new ones
 LOADS: Final = (1, 16, 256)
 
 
@@ -34,6 +32,14 @@ class ServingLatency:
     first_token_s: float
     between_s: float
     tokens_per_s: float
+
+
+def usual_lengths(most: int | None) -> tuple[int, int]:
+    """Return the tokens of a usual prompt and its new ones, fewer where both together are at most ``most``."""
+    if most is None or sum(_USUAL) <= most:
+        return _USUAL
+    new_tokens = max(most // 5, 1)
+    return max(most - new_tokens, 1), new_tokens
 
 
 def predict_latency(

@@ -9,7 +9,7 @@ from zinfer.batching.async_llm import AsyncLLM
 from zinfer.batching.llm import LLM
 from zinfer.errors import CheckpointError, ConfigError, PlanError
 from zinfer.jobs.request import Pooling
-from zinfer.planning.latency import LOADS, NEW_TOKENS, PROMPT_LEN, describe_latency
+from zinfer.planning.latency import LOADS, describe_latency, usual_lengths
 from zinfer.ranks.environment import own_rank
 from zinfer.serve.embedding_engine import EmbeddingEngine
 from zinfer.serve.engine_report import EngineReport
@@ -112,7 +112,7 @@ class CompletionEngine:
         """As `Engine.serve`."""
         llm, requests = self._llm.llm, EngineRequests(self._llm.llm, connection)
         budget = llm.batching
-        lengths = PROMPT_LEN, NEW_TOKENS
+        lengths = usual_lengths(llm.limits.most_tokens)
         latency = describe_latency(llm.predict_latency(*lengths, LOADS), *lengths)
         connection.send(Ready(llm.vocab_size, llm.limits, budget.num_pages * budget.page_size, latency))
         reporting = asyncio.create_task(self._report(connection))
