@@ -210,7 +210,8 @@ def find_model(
         raise ConfigError(f"model: expected a folder, a hub name or a module, not {type(model).__name__}")
     if not isinstance(model, nn.Module):
         if settings.checkpoint is not None:
-            raise ConfigError(f"checkpoint: the model is given as a folder ({model}) already; remove one of the two")
+            folder = model.folder if isinstance(model, Checkpoint) else model
+            raise ConfigError(f"checkpoint: the model is given as a folder ({folder}) already; remove one of the two")
         checkpoint = part or (model if isinstance(model, Checkpoint) else Checkpoint.open(model))
         tree = build_meta_model(checkpoint, settings.dtype)
         check_classes(tree, settings.block_classes)
