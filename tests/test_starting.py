@@ -2,6 +2,8 @@
 
 import gc
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,10 @@ def test_imports_look_for_no_garbage_and_what_follows_does() -> None:
     with importing():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_what_was_imported_is_not_looked_through_again() -> None:
+    code = "from zinfer.cli.ending import importing\nwith importing():\n    import zinfer.config\nimport gc\n"
+    code += "print(gc.get_freeze_count() > 100_000 > len(gc.get_objects()))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "True\n"
