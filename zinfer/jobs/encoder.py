@@ -150,16 +150,18 @@ def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooli
 def label_rows(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return each row's most likely label and the scores of all labels, by their names in config.json.
 
-    `problem_type` in config.json selects the scores: softmax over the labels, or a sigmoid of each. A model with one
-    label returns its logit.
+    The scores are those of transformers' text-classification pipeline. `problem_type` in config.json selects them: the
+    logits of a regression, a sigmoid of each for several labels a row, else softmax; of a single label its sigmoid.
 
     Args:
         logits_RL: logits of the head [rows, labels].
     """
-    if config.problem_type == "multi_label_classification":
+    if config.problem_type == "regression":
+        scores_RL = logits_RL
+    elif config.problem_type == "multi_label_classification" or logits_RL.shape[-1] == 1:
         scores_RL = logits_RL.sigmoid()
     else:
-        scores_RL = logits_RL if logits_RL.shape[-1] == 1 else logits_RL.softmax(dim=-1)
+        scores_RL = logits_RL.softmax(dim=-1)
     names = [config.id2label[number] for number in range(logits_RL.shape[-1])]
     return [
         {"label": names[scores.index(max(scores))], "scores": dict(zip(names, scores, strict=True))}

@@ -1,0 +1,91 @@
+"""Labels and scores of jobs, compared with transformers' pipeline and with each row alone in transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import PAD_TOKEN_ID, VOCAB_SIZE
+from jobs_support import letters_tokenizer, read_rows, write_rows
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedModel,
+    TextClassificationPipeline,
+)
+
+from zinfer.jobs.job import run_job
+
+TEXTS = ["a", "hello you", "zinfer streams", "the quick brown fox jumps", "b", "again and again"]
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "initializer_range": 0.3,
+}
+CONFIGS = {
+    "bert": lambda **keys: BertConfig(**_SHAPE, **keys),
+    "gpt2": lambda **keys: GPT2Config(**_GPT2, **keys),
+    "llama": lambda **keys: LlamaConfig(**_SHAPE, **keys),
+}
+
+
+def classifier(folder: Path, model_type: str, *, pads: bool = True, **keys: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(CONFIGS[model_type](**keys)).eval()
+    model.save_pretrained(folder)
+    tokenizer = letters_tokenizer()
+    if not pads:
+        tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def labelled(folder: Path, rows: list[dict[str, Any]], tokens_per_pass: int = 64) -> dict[Any, dict[str, Any]]:
+    write_rows(folder / "in.jsonl", rows)
+    paths = [folder / name for name in ("model", "in.jsonl", "out.jsonl")]
+    run_job(*paths, config={"zinfer": {"tokens_per_pass": tokens_per_pass}}, device="cpu", task="classify")
+    return {row["id"]: row for row in read_rows(folder / "out.jsonl")}
+
+
+def scores_of(row: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(list(row["scores"].values()))
+
+
+@pytest.mark.parametrize(
+    ("problem", "num_labels"),
+    [
+        (None, 1),
+        (None, 3),
+        ("regression", 1),
+        ("regression", 2),
+        ("single_label_classification", 2),
+        ("multi_label_classification", 1),
+        ("multi_label_classification", 3),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["bert", "llama"])
+def test_scores_are_those_of_the_pipeline(
+    model_type: str, problem: str | None, num_labels: int, tmp_path: Path
+) -> None:
+    keys = {"num_labels": num_labels, "problem_type": problem, "pad_token_id": PAD_TOKEN_ID}
+    model = classifier(tmp_path / "model", model_type, **keys)
+    pipeline = TextClassificationPipeline(model=model, tokenizer=letters_tokenizer())
+    rows = labelled(tmp_path, [{"id": text, "prompt": text} for text in TEXTS])
+    for text in TEXTS:
+        wanted = pipeline(text, top_k=None)
+        assert rows[text]["label"] == wanted[0]["label"]
+        assert rows[text]["scores"] == pytest.approx({each["label"]: each["score"] for each in wanted}, abs=1e-4)
