@@ -1,6 +1,7 @@
 """Labels and scores of jobs, compared with transformers' pipeline and with each row alone in transformers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import (
     TextClassificationPipeline,
 )
 
+from zinfer.jobs.encoder import find_pad_token_id
 from zinfer.jobs.job import run_job
 
 TEXTS = ["a", "hello you", "zinfer streams", "the quick brown fox jumps", "b", "again and again"]
@@ -89,3 +91,48 @@ def test_scores_are_those_of_the_pipeline(
         wanted = pipeline(text, top_k=None)
         assert rows[text]["label"] == wanted[0]["label"]
         assert rows[text]["scores"] == pytest.approx({each["label"]: each["score"] for each in wanted}, abs=1e-4)
+
+
+@pytest.mark.parametrize("pads", [True, False], ids=["tokenizer-pads", "nothing-pads"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_a_decoder_without_a_padding_token_labels_as_the_pipeline(model_type: str, pads: bool, tmp_path: Path) -> None:
+    model = classifier(tmp_path / "model", model_type, pads=pads, pad_token_id=None, num_labels=2)
+    pipeline = TextClassificationPipeline(model=model, tokenizer=letters_tokenizer())
+    rows = labelled(tmp_path, [{"id": text, "prompt": text} for text in TEXTS])
+    for text in TEXTS:
+        wanted = {each["label"]: each["score"] for each in pipeline(text, top_k=None)}
+        assert rows[text]["scores"] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("pad_token_id", [None, PAD_TOKEN_ID])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_prompts_that_hold_the_padding_token(model_type: str, pad_token_id: int | None, tmp_path: Path) -> None:
+    model = classifier(tmp_path / "model", model_type, num_labels=3)
+    model.config.pad_token_id = pad_token_id
+    model.config.save_pretrained(tmp_path / "model")
+    pad = PAD_TOKEN_ID
+    prompts = [[5], [5, pad], [pad, 9, 7], [pad], [pad, pad, pad], [8, pad, 4, pad, pad], [3, 0], [6, 2, 0, 1, 0]]
+    rows = labelled(tmp_path, [{"id": place, "prompt_token_ids": ids} for place, ids in enumerate(prompts)])
+    for place, ids in enumerate(prompts):
+        with torch.no_grad():
+            wanted = model(torch.tensor([ids])).logits[0].softmax(dim=-1)
+        torch.testing.assert_close(scores_of(rows[place]), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_end_with_every_token(tmp_path: Path) -> None:
+    model = classifier(tmp_path / "model", "llama", pad_token_id=None, num_labels=2)
+    prompts = [[7] * (token % 3) + [token] for token in range(VOCAB_SIZE)]
+    rows = labelled(tmp_path, [{"id": ids[-1], "prompt_token_ids": ids} for ids in prompts], 4096)
+    for ids in prompts:
+        with torch.no_grad():
+            wanted = model(torch.tensor([ids])).logits[0].softmax(dim=-1)
+        torch.testing.assert_close(scores_of(rows[ids[-1]]), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("own", "tokenizers", "found"), [(None, 2, 2), (None, None, 0), (4, 2, 4), (-1, 2, 2), (VOCAB_SIZE, VOCAB_SIZE, 0)]
+)
+def test_the_padding_token_is_one_of_the_vocabulary(own: int | None, tokenizers: int | None, found: int) -> None:
+    config = CONFIGS["llama"]()
+    config.pad_token_id = own
+    assert find_pad_token_id(config, SimpleNamespace(pad_token_id=tokenizers)) == found

@@ -111,9 +111,11 @@ class Acceleration:
         found: Callable[..., Any] = self.caches.generate if self.caches else self._module.generate
         return found
 
-    def eagerly(self, work: Callable[[], Any]) -> Callable[[], Any] | None:
+    def eagerly(
+        self, work: Callable[[], Any], reason: str = "its layers are being checked"
+    ) -> Callable[[], Any] | None:
         """Return the work without graphs, so that hooks on layers run; None if there are no graphs."""
-        return partial(self._graphs.eagerly, work) if self._graphs else None
+        return partial(self._graphs.eagerly, work, reason) if self._graphs else None
 
     def keep_experts(self) -> None:
         """Compute mixtures of experts in decode passes as in prefill.

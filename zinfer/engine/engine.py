@@ -116,6 +116,15 @@ class InferenceEngine(AroundModule, StreamedModel):
         with self._lock:
             return self._watch(num_rows).broken_rows(self._acceleration.eagerly(work) or work)
 
+    def eagerly(self, work: Callable[[], Any], reason: str) -> Any:
+        """Return the result of ``work``, which calls this engine, without replaying CUDA graphs.
+
+        Args:
+            reason: in `graphs.eager`.
+        """
+        with self._lock:
+            return (self._acceleration.eagerly(work, reason) or work)()
+
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Time every forward call of the module from now on, for `model_times`.
 

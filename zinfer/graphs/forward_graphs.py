@@ -64,16 +64,17 @@ class ForwardGraphs:
         self._graphs: OrderedDict[tuple[Hashable, Hashable], _Graph] = OrderedDict()
         # Why a form was not captured; "" if it was seen for the first time.
         self._seen: OrderedDict[Hashable, str] = OrderedDict()
-        self._is_off = self._is_compiled = False
+        self._off = ""  # why nothing is replayed
+        self._is_compiled = False
         self.counts = GraphCounts()
 
-    def eagerly(self, work: Callable[[], Any]) -> Any:
+    def eagerly(self, work: Callable[[], Any], reason: str) -> Any:
         """Run ``work`` without replaying forwards, so that their hooks are called."""
-        self._is_off = True
+        former, self._off = self._off, reason
         try:
             return work()
         finally:
-            self._is_off = False
+            self._off = former
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that passes each call of the forward to `call`."""
@@ -92,8 +93,8 @@ class ForwardGraphs:
                 in it run only in forwards that are not replayed.
         """
         try:
-            if self._is_off:
-                raise CannotCapture("its layers are being checked")
+            if self._off:
+                raise CannotCapture(self._off)
             call = Call.of(args, kwargs, self._device)
             graph = self._find(call, (call.form, self.cuts.arrangement()), forward)
         except CannotCapture as error:

@@ -1,11 +1,14 @@
 """Encode the rows of a batch sorted by length: less padding, and fewer passes over the weights."""
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from zinfer.engine.engine import InferenceEngine
 from zinfer.engine.streamed_model import FindReserve
@@ -31,13 +34,16 @@ class Encoder:
     """Embeds or classifies rows of tokens with an engine.
 
     Args:
-        pad_token_id: padding token; the mask hides it.
+        pad_token_id: padding token, of `find_pad_token_id`; the mask hides it.
     """
 
     def __init__(self, engine: InferenceEngine, task: Task, pooling: Pooling, pad_token_id: int) -> None:
         self._engine = engine
         self._labels, self._pooling = task is Task.CLASSIFY, pooling
         self._pad_token_id = pad_token_id
+        config = padding_config(engine.module)
+        needs_padding = self._labels and hasattr(config, "pad_token_id")
+        self._lacks_padding = needs_padding and not _is_token(config, config.pad_token_id)
 
     def encode(self, rows: Sequence[Sequence[int]]) -> list[Encoding]:
         """Encode one pass. Rows with non-finite outputs are recomputed alone to find the layer at fault."""
@@ -58,8 +64,27 @@ class Encoder:
         ]
 
     def _compute(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the embeddings or logits [rows, width or labels]."""
-        ids, mask = padded(rows, self._pad_token_id)
+        """Return the embeddings or logits [rows, width or labels].
+
+        If config.json has no `pad_token_id`, transformers takes the last token of a row alone, whichever it is, and
+        refuses several rows. So they are padded with a token that none of them ends with, and the head is told it.
+        """
+        if not self._lacks_padding:
+            return self._forward(rows, self._pad_token_id)
+        config = padding_config(self._engine.module)
+        token_id = _token_unlike_ends(rows, self._pad_token_id, config.get_text_config().vocab_size)
+        if token_id is None:
+            return torch.cat([self._compute([row]) for row in rows])
+        with _padding(config, token_id):
+            if token_id == self._pad_token_id:
+                return self._forward(rows, token_id)
+            found: torch.Tensor = self._engine.eagerly(
+                lambda: self._forward(rows, token_id), "its rows are padded with another token"
+            )
+            return found
+
+    def _forward(self, rows: Sequence[Sequence[int]], pad_token_id: int) -> torch.Tensor:
+        ids, mask = padded(rows, pad_token_id)
         device, module = self._engine.device, self._engine.module
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
@@ -106,11 +131,40 @@ class EncodingCompleter(Completer):
         return by_length(prompts, lambda prompt: len(prompt.token_ids), self._tokens_per_pass)
 
 
+def padding_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the config whose `pad_token_id` a classifier skips to find a row's last token."""
+    config: PreTrainedConfig = model.config
+    return config.get_text_config() if isinstance(model, GenericForSequenceClassification) else config
+
+
 def find_pad_token_id(config: PreTrainedConfig, tokenizer: Any) -> int:
-    """Return the token that pads rows; 0 if neither config nor tokenizer has one, since the mask hides it."""
+    """Return the token that pads rows; 0 if neither config nor tokenizer has one of the model's vocabulary."""
     own = None if tokenizer is None else tokenizer.pad_token_id
-    found = config.pad_token_id if config.pad_token_id is not None else own
-    return int(found or 0)
+    for each in (getattr(config, "pad_token_id", None), own):
+        if each is not None and _is_token(config, each):
+            return int(each)
+    return 0
+
+
+def _is_token(config: PreTrainedConfig, token_id: int | None) -> bool:
+    return token_id is not None and 0 <= token_id < config.get_text_config().vocab_size
+
+
+def _token_unlike_ends(rows: Sequence[Sequence[int]], preferred: int, vocab_size: int) -> int | None:
+    """Return a token that no row ends with; None if there is none."""
+    ends = {row[-1] for row in rows}
+    return next((each for each in chain([preferred], range(vocab_size)) if each not in ends), None)
+
+
+@contextmanager
+def _padding(config: PreTrainedConfig, token_id: int) -> Iterator[None]:
+    """Context in which a config has this `pad_token_id`."""
+    former = config.pad_token_id
+    config.pad_token_id = token_id
+    try:
+        yield
+    finally:
+        config.pad_token_id = former
 
 
 def encoder_reserve(spec: ModelSpec, row_len: int, tokens_per_pass: int) -> FindReserve:

@@ -18,7 +18,14 @@ from zinfer.engine.streamed_model import FindReserve
 from zinfer.errors import ConfigError, JobError, PlanError
 from zinfer.jobs.arrangement import with_mesh
 from zinfer.jobs.completer import Answer, Completer, RaggedCompleter
-from zinfer.jobs.encoder import TOKENS_PER_PASS, Encoder, EncodingCompleter, encoder_reserve, find_pad_token_id
+from zinfer.jobs.encoder import (
+    TOKENS_PER_PASS,
+    Encoder,
+    EncodingCompleter,
+    encoder_reserve,
+    find_pad_token_id,
+    padding_config,
+)
 from zinfer.jobs.padded import PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
@@ -218,7 +225,7 @@ class ExecutionMode:
         engine = InferenceEngine(request.model, settings, find_reserve=find_reserve, checksums=checksums)
         if self._is_padded:
             return PaddedCompleter(engine, self._tokenizer, self._limits.most_tokens)
-        pad_token_id = find_pad_token_id(engine.module.config, self._tokenizer)
+        pad_token_id = find_pad_token_id(padding_config(engine.module), self._tokenizer)
         encoder = Encoder(engine, request.task, request.pooling, pad_token_id)
         return EncodingCompleter(engine, encoder, self._tokens_per_pass)
 
