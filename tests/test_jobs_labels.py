@@ -16,7 +16,9 @@ from transformers import (
     PreTrainedModel,
     TextClassificationPipeline,
 )
+from typer.testing import CliRunner
 
+from zinfer.cli import app
 from zinfer.jobs.encoder import find_pad_token_id
 from zinfer.jobs.job import run_job
 
@@ -136,3 +138,29 @@ def test_the_padding_token_is_one_of_the_vocabulary(own: int | None, tokenizers:
     config = CONFIGS["llama"]()
     config.pad_token_id = own
     assert find_pad_token_id(config, SimpleNamespace(pad_token_id=tokenizers)) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "embed", "--max-new-tokens", "4"], "max_new_tokens is for jobs that generate; leave it out"),
+        (["--task", "classify", "--max-new-tokens", "4"], "leave it out beside the task classify"),
+        (["--task", "classify", "--pooling", "last"], "pooling last is for the task embed; leave it out beside"),
+        (["--pooling", "cls"], "pooling cls is for the task embed; leave it out beside the task generate"),
+    ],
+)
+def test_options_that_the_task_does_not_use_are_refused(options: list[str], message: str, tmp_path: Path) -> None:
+    classifier(tmp_path / "model", "bert")
+    write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    paths = [f"--model={tmp_path / 'model'}", f"--input={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}"]
+    result = CliRunner().invoke(app, ["run", *paths, "--device", "cpu", *options])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_server_that_generates_refuses_a_pooling(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    result = CliRunner().invoke(app, ["serve", f"--model={tmp_path / 'model'}", "--pooling", "last"])
+    assert result.exit_code == 2, result.output
+    assert "--pooling last is for --task embed" in " ".join(result.stderr.split())

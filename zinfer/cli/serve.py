@@ -97,6 +97,8 @@ def serve(
             given = {"ranks": ranks, "files": files, **stated}
             if unwanted := [name.replace("_", "-") for name, value in given.items() if value is not None]:
                 raise ConfigError(f"--{unwanted[0]} is for servers that generate; leave it out beside --task embed")
+        elif pooling is not Pooling.MEAN:
+            raise ConfigError(f"--pooling {pooling} is for --task embed; leave it out, or add --task embed")
         resolve_settings(config, {"device": device, **stated}, swaps=True)
         if log_requests:
             _log_requests()

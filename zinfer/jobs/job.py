@@ -84,7 +84,8 @@ def run_job(
             `<output>.manifest.json`.
         config: DeepSpeed-style configuration, a dict or the path of a JSON file.
         device: "auto", "cuda" or "cpu".
-        max_new_tokens: default for rows that do not set it; None: 128, or fewer if the model's context leaves less.
+        max_new_tokens: for "generate": default for rows that do not set it; None: 128, or fewer if the model's context
+            leaves less.
         batch_size: rows that share passes; the next batch starts when all of them are complete. It affects the rows'
             bytes, and bounds what is recomputed after a crash. By default 4,096, or fewer so that a batch takes ten
             minutes at most; 32 for models that need padded batches.
@@ -93,7 +94,7 @@ def run_job(
         report: path of an HTML page that charts the job over time, written when it ends.
         task: "generate", "embed" (one unit vector per row, from the encoder) or "classify" (a label, and the scores of
             all labels). For the last two, rows may have only a prompt and an id.
-        pooling: for "embed": "mean" over the tokens, or "cls", the first token.
+        pooling: for "embed": "mean" over the tokens, "cls", the first token, or "last".
         fast: choose an INT8 KV cache where that is predicted to be faster, as ``zinfer.optimize`` "speed".
         only_missing: of a batch that an earlier run left unfinished, compute only the rows that `output` lacks. They
             then share passes with fewer rows, and may differ in last bits from those of an undisturbed run.

@@ -61,10 +61,16 @@ class JobRequest:
         return self.task is Task.GENERATE
 
     def check(self) -> None:
-        """Raise UnusableInput for invalid numbers and paths."""
+        """Raise UnusableInput for invalid numbers and paths, and for options that the task does not use."""
         for name, value in (("max_new_tokens", self.max_new_tokens), ("batch_size", self.batch_size)):
             if value is not None and value < 1:
                 raise UnusableInput(f"{name} must be at least 1, not {value}")
+        if self.max_new_tokens is not None and not self.generates:
+            raise UnusableInput(f"max_new_tokens is for jobs that generate; leave it out beside the task {self.task}")
+        if self.pooling is not Pooling.MEAN and self.task is not Task.EMBED:
+            raise UnusableInput(
+                f"pooling {self.pooling} is for the task embed; leave it out beside the task {self.task}"
+            )
         if self.report is not None and find_spec("matplotlib") is None:
             raise UnusableInput("a report needs matplotlib; run `pip install 'zinfer[report]'`, or leave --report out")
         try:
