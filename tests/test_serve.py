@@ -59,7 +59,7 @@ def alone(model: Path) -> dict[str, str]:
 
 
 def test_the_times_to_expect_are_said_first(server: Server) -> None:
-    assert re.search(r"requests of 512 tokens in and 128 out, 1 at once: .* 256 at once: .* a token\n", server.said)
+    assert re.search(r"requests of 103 tokens in and 25 out, 1 at once: .* 256 at once: .* a token\n", server.said)
 
 
 def test_models_are_listed_by_their_names(client: openai.OpenAI) -> None:

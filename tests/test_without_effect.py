@@ -75,7 +75,11 @@ def test_an_llm_keeps_sequences_under_a_path_where_an_engine_writes_nothing(
 
 @pytest.mark.parametrize(
     "options",
-    [{"engine_factory": None}, {"engine_factory": InferenceEngine}, {"task": "embed", "engine_factory": None}],
+    [
+        {"engine_factory": None},
+        {"engine_factory": InferenceEngine},
+        {"task": "embed", "max_new_tokens": None, "engine_factory": None},
+    ],
 )
 def test_a_job_says_it_where_it_tells_of_itself(
     model: Path, prompts: Path, output: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
