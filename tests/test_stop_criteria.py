@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 from jobs_support import EOS, PAD, letters_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from zinfer.requests.prompt_end import find_prompt_end
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import StopCriteria
 
@@ -49,6 +52,19 @@ def test_a_stop_string_is_seen_across_any_number_of_special_tokens() -> None:
     ending = StopCriteria(TOKENIZER, SamplingParams(stop="bc"), ())
     assert [ending.reason(tokens[:count]) for count in range(1, len(tokens))] == [None] * (len(tokens) - 1)
     assert (ending.reason(tokens), ending.text(tokens)) == ("stop", "a")
+
+
+def test_a_stop_string_may_begin_with_the_space_behind_the_prompt() -> None:
+    """The decoder drops the first space of a text, but the output is none of its own."""
+    spaced = Tokenizer(models.WordLevel({"<s>": 0, "▁a": 1, "b": 2}, "<s>"))
+    spaced.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=spaced, bos_token="<s>")
+    params, found = SamplingParams(stop=" a"), []
+    for prompt in ([0, 1], [0]):
+        end = find_prompt_end(tokenizer, prompt, skips_special=True)
+        ending = StopCriteria(tokenizer, params, (), end)
+        found.append((ending.reason([1]), ending.reason([1, 2]), ending.text([1, 2])))
+    assert found == [("stop", "stop", ""), (None, None, "ab")]
 
 
 def test_an_end_token_ends_whatever_the_stops_are() -> None:

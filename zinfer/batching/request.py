@@ -13,6 +13,7 @@ from zinfer.requests.detokenizer import Detokenizer
 from zinfer.requests.grammar import Grammar, GrammarCompiler
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, as_list, is_chat, template_variables
+from zinfer.requests.prompt_end import PromptEnd, find_prompt_end
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import StopCriteria
 from zinfer.scheduling.precedence import FIRST_COME, Precedence
@@ -134,17 +135,18 @@ class RequestBuilder:
 
     def receive(self, sent: SentRequest) -> Request:
         """Make the request that another rank sent."""
+        prompt_end = self._prompt_end(sent.prompt_ids, sent.params)
         return Request(
             sent.prompt_index,
             sent.sample_index,
             sent.prompt_ids,
             sent.params,
             sent.seed,
-            StopCriteria(self._tokenizer, sent.params, sent.end_token_ids),
+            StopCriteria(self._tokenizer, sent.params, sent.end_token_ids, prompt_end),
             sent.end_token_ids,
             sent.bad_word_ids,
             self._grammar(sent.params, is_checked=True),
-            self._detokenizer(sent.params, sent.has_detokenizer),
+            self._detokenizer(sent.params, prompt_end, sent.has_detokenizer),
             sent.precedence,
         )
 
@@ -169,6 +171,7 @@ class RequestBuilder:
         prompt_ids = array("i", token_ids)
         ends = frozenset() if params.ignore_eos else self._end_token_ids
         bad_word_ids = self._encoder.bad_word_ids(params)
+        prompt_end = self._prompt_end(prompt_ids, params)
         name = prompt_ids.tobytes()
         repeat = num_seen[name]
         num_seen[name] += 1
@@ -179,11 +182,11 @@ class RequestBuilder:
                 prompt_ids,
                 params,
                 0 if params.is_greedy else text_seed(params.seed, prompt_ids, repeat, sample),
-                StopCriteria(self._tokenizer, params, ends),
+                StopCriteria(self._tokenizer, params, ends, prompt_end),
                 ends,
                 bad_word_ids,
                 grammar,
-                self._detokenizer(params, deltas),
+                self._detokenizer(params, prompt_end, deltas),
                 precedence,
             )
             for sample in range(params.n)
@@ -193,10 +196,17 @@ class RequestBuilder:
         form = params.structured_outputs
         return None if form is None else self._compiler.compile(form, is_checked=is_checked)
 
-    def _detokenizer(self, params: SamplingParams, is_wanted: bool) -> Detokenizer | None:
+    def _prompt_end(self, prompt_ids: Sequence[int], params: SamplingParams) -> PromptEnd:
+        is_formed = params.structured_outputs is not None
+        return find_prompt_end(
+            self._tokenizer, prompt_ids, skips_special=params.skip_special_tokens, is_formed=is_formed
+        )
+
+    def _detokenizer(self, params: SamplingParams, prompt_end: PromptEnd, is_wanted: bool) -> Detokenizer | None:
         if not is_wanted:
             return None
-        return Detokenizer(self._tokenizer, params.stop, skips_special=params.skip_special_tokens)
+        skips_special = params.skip_special_tokens
+        return Detokenizer(self._tokenizer, params.stop, skips_special=skips_special, prompt_end=prompt_end)
 
 
 def _paired(

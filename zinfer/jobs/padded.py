@@ -24,6 +24,7 @@ from zinfer.jobs.token_rows import padded
 from zinfer.model.context_length import is_encoder_decoder
 from zinfer.requests.completion import Completion, not_finite, text_seed
 from zinfer.requests.logprobs import Logprobs
+from zinfer.requests.prompt_end import PromptEnd, find_prompt_end
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import StopCriteria, find_end_token_ids
 from zinfer.sampling.sampler import Row, Sampler, row_uniform
@@ -95,11 +96,13 @@ class PaddedSequence:
     broken_by: str | None = None
 
     @classmethod
-    def of(cls, prompt: Prompt, sample: int, end_token_ids: Collection[int], tokenizer: Any) -> "PaddedSequence":
+    def of(
+        cls, prompt: Prompt, sample: int, end_token_ids: Collection[int], tokenizer: Any, prompt_end: PromptEnd
+    ) -> "PaddedSequence":
         """Return a new sequence without tokens."""
         params = prompt.params
         ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
-        return cls(prompt, sample, ends, StopCriteria(tokenizer, params, ends))
+        return cls(prompt, sample, ends, StopCriteria(tokenizer, params, ends, prompt_end))
 
     def row(self) -> Row:
         """Return the sampler's input for the next token."""
@@ -177,8 +180,12 @@ def complete(
     end_token_ids = find_end_token_ids(engine.module.generation_config, tokenizer)
     pad_token_id = _pad_token_id(engine.module.generation_config, tokenizer, end_token_ids)
 
+    has_encoder = is_encoder_decoder(engine.module)
+
     def sequence(prompt: Prompt, sample: int) -> PaddedSequence:
-        return PaddedSequence.of(prompt, sample, end_token_ids, tokenizer)
+        read = () if has_encoder else prompt.token_ids  # a decoder behind an encoder begins a text of its own
+        prompt_end = find_prompt_end(tokenizer, read, skips_special=prompt.params.skip_special_tokens)
+        return PaddedSequence.of(prompt, sample, end_token_ids, tokenizer, prompt_end)
 
     sequences = [sequence(prompt, sample) for prompt in prompts for sample in range(prompt.params.n)]
     _generate(engine, sequences, pad_token_id, on_step)

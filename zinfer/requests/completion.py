@@ -24,8 +24,8 @@ class Completion:
     Attributes:
         prompt_index: index of the prompt, from 0.
         sample_index: index among its ``n`` completions, from 0.
-        text: without end and special tokens, cut before the first stop string, unless the params keep them; empty
-            without a tokenizer.
+        text: what the tokens add to the prompt's text, a first space too; without end and special tokens, cut before
+            the first stop string, unless the params keep them; empty without a tokenizer.
         token_ids: the generated tokens, including the one that ended the sequence.
         finish_reason: "stop" (an end token or a stop string), "length", "error", or "cancelled" with a partial result.
         logprobs: for each token, if requested.

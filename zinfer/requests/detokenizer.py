@@ -1,11 +1,9 @@
 """Incremental detokenization that holds back partial characters and possible stop strings."""
 
-import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
-_BYTE_TOKEN: Final = re.compile("<0x[0-9A-F]{2}>")
-_UNDECODED: Final = "\ufffd"
+from zinfer.requests.prompt_end import NO_PROMPT, UNDECODED, PromptEnd, added_text, byte_of, decode
 
 
 class Detokenizer:
@@ -19,15 +17,23 @@ class Detokenizer:
         tokenizer: None: tokens have no text.
         stop: stop strings; text that may begin one is held back.
         skips_special: whether special tokens have no text.
+        prompt_end: what the sequence goes on behind.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, skips_special: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        skips_special: bool = True,
+        prompt_end: PromptEnd = NO_PROMPT,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._longest_held = max(map(len, stop), default=1) - 1
         self._skips_special = skips_special
-        self._token_ids: list[int] = []  # tokens that are still decoded
-        self._num_known = 0  # of these, the first ones, whose text is final
+        self._token_ids = list(prompt_end.token_ids)  # tokens that are still decoded
+        self._num_known = len(self._token_ids)  # of these, the first ones, whose text is final
         self._in_bytes = False
         self._held = ""  # final text that may begin a stop string
         self.num_tokens = 0
@@ -40,9 +46,11 @@ class Detokenizer:
             return ""
         self._token_ids.append(token_id)
         known, text = self._decode(self._token_ids[: self._num_known]), self._decode(self._token_ids)
-        if not self._is_in_bytes(token_id) and text.startswith(known) and text[-1:] not in ("", _UNDECODED):
-            self._held += text[len(known) :]
-            if len(text) > len(known):
+        is_behind = text.startswith(known) or known.endswith(UNDECODED)  # a prompt may end within a character
+        if not self._is_in_bytes(token_id) and is_behind and text[-1:] not in ("", UNDECODED):
+            added = added_text(known, text)
+            self._held += added
+            if added:
                 self._token_ids = self._token_ids[self._num_known :]
                 self._num_known = len(self._token_ids)
         end = len(self._held) - self._num_held()
@@ -52,7 +60,7 @@ class Detokenizer:
 
     def _is_in_bytes(self, token_id: int) -> bool:
         """Whether a later byte may make this token's text invalid: a run of byte tokens is decoded as a whole."""
-        if _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""):
+        if byte_of(self._tokenizer, token_id) is not None:
             self._in_bytes = True
         elif self._in_bytes:  # special tokens do not end a run: they are skipped before decoding
             self._in_bytes = not self._decode([token_id])
@@ -64,7 +72,4 @@ class Detokenizer:
         return next((each for each in lengths if any(stop.startswith(self._held[-each:]) for stop in self._stop)), 0)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(
-            token_ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
-        )
-        return text
+        return decode(self._tokenizer, token_ids, skips_special=self._skips_special)

@@ -46,7 +46,7 @@ class OpenAIChoices:
         if is_chat:
             answer = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
         shown = self._logprobs(
-            completion.token_ids, completion.logprobs, begin, begin + len(completion.text), is_chat, skips_special
+            completion.token_ids, completion.logprobs, begin, completion.text, is_chat, skips_special
         )
         if echo is not None and scores is not None and shown is not None:
             own = self._echoed(echo, scores)
@@ -71,7 +71,7 @@ class OpenAIChoices:
             begin: characters of the choice before this increment.
         """
         answer: dict[str, Any] = {"delta": {"content": delta.text}} if is_chat else {"text": delta.text}
-        shown = self._logprobs(delta.token_ids, delta.logprobs, begin, begin + len(delta.text), is_chat, skips_special)
+        shown = self._logprobs(delta.token_ids, delta.logprobs, begin, delta.text, is_chat, skips_special)
         whole = delta.completion
         reasons = {
             "finish_reason": None if whole is None else whole.finish_reason,
@@ -84,7 +84,7 @@ class OpenAIChoices:
         token_ids: Sequence[int],
         logprobs: Sequence[Logprobs] | None,
         begin: int,
-        end: int,
+        text: str,
         is_chat: bool,
         skips_special: bool,
     ) -> dict[str, Any] | None:
@@ -93,7 +93,7 @@ class OpenAIChoices:
         pairs = list(zip(token_ids, logprobs, strict=True))
         if is_chat:
             return {"content": [self._chat_logprobs(*pair) for pair in pairs]}
-        return self._text_logprobs(begin, end, pairs, skips_special=skips_special)
+        return self._text_logprobs(begin, text, pairs, skips_special=skips_special)
 
     def _chat_logprobs(self, token_id: int, each: Logprobs) -> dict[str, Any]:
         tops = [self._chat_token(*top) for top in zip(each.top_ids, each.top, strict=True)]
@@ -106,7 +106,7 @@ class OpenAIChoices:
         return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": raw}
 
     def _text_logprobs(
-        self, begin: int, end: int, pairs: Sequence[tuple[int, Logprobs]], *, skips_special: bool
+        self, begin: int, text: str, pairs: Sequence[tuple[int, Logprobs]], *, skips_special: bool
     ) -> dict[str, Any]:
         """Return the logprobs of a choice in the format of `/v1/completions`.
 
@@ -114,9 +114,7 @@ class OpenAIChoices:
         lengths of single tokens, so a character made of several tokens counts once for each.
         """
         lengths = [
-            0
-            if skips_special and token_id in self._special
-            else len(self._text(token_id) if place or begin else self._decode([token_id]))
+            0 if skips_special and token_id in self._special else self._length(token_id, None if place else text)
             for place, (token_id, _) in enumerate(pairs)
         ]
         offsets = list(accumulate(lengths, initial=begin))[:-1]
@@ -124,7 +122,7 @@ class OpenAIChoices:
             "tokens": [self._text(token_id) for token_id, _ in pairs],
             "token_logprobs": [max(each.chosen, _LEAST_LOGPROB) for _, each in pairs],
             "top_logprobs": [self._by_text(*pair) for pair in pairs],
-            "text_offset": [min(offset, end) for offset in offsets],
+            "text_offset": [min(offset, begin + len(text)) for offset in offsets],
         }
 
     def _echoed(self, echo: Echo, scores: Sequence[Logprobs | None]) -> dict[str, Any]:
@@ -133,7 +131,7 @@ class OpenAIChoices:
         for token_id, text in zip(echo.token_ids, texts, strict=True):
             offsets.append(min(end, len(echo.text)))
             is_hidden = token_id in self._special and not echo.text.startswith(text, end)
-            end += 0 if is_hidden else len(text)
+            end += 0 if is_hidden else self._length(token_id, None if end else echo.text)
         pairs = list(zip(echo.token_ids, scores, strict=True))
         return {
             "tokens": texts,
@@ -167,6 +165,13 @@ class OpenAIChoices:
             alone, twice = self._decode([token_id]), self._decode([token_id, token_id])
             self._texts[token_id] = twice[len(alone) :] if twice.startswith(alone) else alone
         return self._texts[token_id]
+
+    def _length(self, token_id: int, begun: str | None) -> int:
+        """Return the characters of a token, which may have lost its leading space if it begins a text."""
+        text = self._text(token_id)
+        if begun is not None and not begun.startswith(text) and begun.startswith(alone := self._decode([token_id])):
+            return len(alone)
+        return len(text)
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
+from zinfer.requests.prompt_end import NO_PROMPT, PromptEnd, added_text, decode
 from zinfer.requests.sampling_params import SamplingParams
 
 # A stop string of n bytes spans at most n tokens with text. Special tokens are not counted; a few others without text
@@ -29,14 +30,21 @@ class StopCriteria:
         tokenizer: None: sequences have no text.
         params: sampling parameters. Stop strings complete within `min_new_tokens` do not count, as in vLLM.
         end_token_ids: end tokens of the model; empty if they are ignored.
+        prompt_end: what the sequence goes on behind.
 
     Attributes:
         last_ids: the tokens that end the sequence.
         reads: whether there are stop strings; without them only `last_ids` and the length end the sequence.
     """
 
-    def __init__(self, tokenizer: Any, params: SamplingParams, end_token_ids: Collection[int]) -> None:
-        self._tokenizer, self._params, self._stop = tokenizer, params, params.stop
+    def __init__(
+        self,
+        tokenizer: Any,
+        params: SamplingParams,
+        end_token_ids: Collection[int],
+        prompt_end: PromptEnd = NO_PROMPT,
+    ) -> None:
+        self._tokenizer, self._params, self._stop, self._prompt_end = tokenizer, params, params.stop, prompt_end
         self.reads, self._most_tokens = bool(params.stop), params.most_new_tokens
         special: dict[str, int] = {}
         if self.reads:
@@ -63,7 +71,10 @@ class StopCriteria:
         return None if first is None else first[1]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text, cut before (or after, by the params) the token or stop string that ended it."""
+        """Return what tokens add to the prompt's text, cut at the token or stop string that ended it.
+
+        It is cut before it, or after it if the params include stop strings.
+        """
         ends = bool(token_ids) and token_ids[-1] in self.last_ids
         text = self._decode(token_ids[:-1] if ends else token_ids)
         if (first := self._first_stop(text, token_ids)) is not None:
@@ -77,7 +88,8 @@ class StopCriteria:
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
         if len(token_ids) <= self._params.min_new_tokens:
             return False
-        tail = self._decode(token_ids[self._tail_begin(token_ids) :])
+        begin = self._tail_begin(token_ids)
+        tail = self._decode(token_ids[begin:], NO_PROMPT if begin else None)
         if not any(stop in tail for stop in self._stop):
             return False
         return self._first_stop(self._decode(token_ids), token_ids) is not None
@@ -97,10 +109,9 @@ class StopCriteria:
         found = ((text.find(stop, max(0, held_back - len(stop) + 1)), stop) for stop in self._stop)
         return min((each for each in found if each[0] >= 0), default=None, key=lambda each: each[0])
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
+    def _decode(self, token_ids: Sequence[int], behind: PromptEnd | None = None) -> str:
         if self._tokenizer is None:
             return ""
-        text: str = self._tokenizer.decode(
-            token_ids, skip_special_tokens=self._params.skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return text
+        end = self._prompt_end if behind is None else behind
+        skips_special = self._params.skip_special_tokens
+        return added_text(end.text, decode(self._tokenizer, [*end.token_ids, *token_ids], skips_special=skips_special))
