@@ -15,7 +15,7 @@ from jobs_support import ResidentEngine, letters_model, letters_tokenizer, promp
 from openai_support import HI, asked, chat, rows_of, run, text
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from zinfer.jobs.openai_batch import OpenAIForm
 from zinfer.jobs.openai_response import OpenAIResponses
@@ -297,6 +297,43 @@ def test_what_the_model_is_to_blame_for_is_a_server_error(tmp_path: Path, output
     assert response["body"]["error"]["type"] == "server_error"
     assert "logits are not finite numbers" in response["body"]["error"]["message"]
     assert run(tmp_path / "broken", prompts, output).num_skipped == 1
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_an_output_goes_on_behind_its_prompt(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Its first blank stays though the decoder drops that of a text, unless the prompt has no text."""
+    model = letters_model(tmp_path / "model")
+    tokenizer = letters_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.save_pretrained(model)
+    blank, letter = tokenizer(" a").input_ids
+    blanks = {"allowed_token_ids": [blank], "max_tokens": 4, "temperature": 0}
+    rows = [
+        text("plain", **blanks),
+        text("echoed", echo=True, **blanks, **({} if options else {"logprobs": 1})),
+        text("tokens", prompt=[letter, blank], **blanks),
+        text("special", prompt=[0, 0], **blanks),
+        text("stopped", stop=["   "], **blanks),
+        {"id": "own", "prompt": "abc", **blanks},
+    ]
+    found = rows_of(model, tmp_path, rows, **options)
+    choices = {name: row["response"]["body"]["choices"][0] for name, row in found.items() if name != "own"}
+    texts = {name: choice["text"] for name, choice in choices.items()} | {"own": found["own"]["text"]}
+    wanted = {"plain": " " * 4, "echoed": "abc    ", "tokens": " " * 4, "special": " " * 3, "stopped": ""}
+    assert texts == wanted | {"own": " " * 4}
+    if not options:
+        assert choices["echoed"]["logprobs"]["text_offset"][-4:] == [3, 4, 5, 6]
+
+
+def test_what_follows_an_encoder_is_a_text_of_its_own(tmp_path: Path) -> None:
+    tokenizer = letters_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    config = T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    config.decoder_start_token_id = config.pad_token_id = 1
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    row = {"id": "a", "prompt": "abc", "allowed_token_ids": tokenizer(" ").input_ids, "max_tokens": 4}
+    assert rows_of(tmp_path / "model", tmp_path, [row])["a"]["text"] == " " * 3
 
 
 def test_tokens_keep_blanks_that_a_decoder_drops_and_parts_of_characters_have_no_bytes() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from jobs_support import ResidentEngine, letters_model
 from llm_support import token_bytes
 from openai_support import asked, rows_of
 from structured_support import SCHEMA, byte_model, byte_tokenizer, check_schema
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from zinfer import LLM, SamplingParams
 from zinfer.scheduling.scheduler import Scheduler
@@ -138,6 +141,30 @@ def test_a_model_without_end_tokens(tmp_path: Path) -> None:
     assert choice.text in ("yes", "no")
     assert (choice.finish_reason, endless.finish_reason) == ("stop", "length")
     assert re.fullmatch("(yes|no)[0-9]+", endless.text)
+
+
+def test_spaces_that_a_decoder_drops(tmp_path: Path) -> None:
+    """As Llama 2's, of a text's first one; a form's own stay behind any prompt."""
+    folder = byte_model(tmp_path)
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "x", "▁x"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocabulary, [("▁", "x")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    tokenizer.save_pretrained(folder)
+    params = SamplingParams(max_new_tokens=9, structured_outputs={"choice": ["  x"]}, temperature=1.0, n=4, seed=1)
+    prompts = ["a", {"prompt_token_ids": [0]}, {"prompt_token_ids": [*tokenizer("a").input_ids, 0x41 + 1]}]
+    with LLM(folder, device="cpu", kv_cache_memory="2MB") as llm:
+        handle = llm.prepare(prompts, params, deltas=True)
+        llm.submit(handle)
+        deltas: list[Any] = list(handle)
+    found: defaultdict[tuple[int, int], str] = defaultdict(str)
+    for each in deltas:
+        found[each.prompt_index, each.sample_index] += each.text
+    assert {each.completion.text for each in deltas if each.completion} == {"  x"}
+    assert list(found.values()) == ["  x"] * 12
 
 
 def test_bytes_torn_across_tokens(llm: LLM) -> None:
