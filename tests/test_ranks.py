@@ -17,7 +17,7 @@ from ranks_support import Failed, Ranks, run_ranks, wait_for_all
 from transformers import AutoModelForCausalLM
 
 import zinfer
-from zinfer.errors import RankError
+from zinfer.errors import ConfigError, RankError
 from zinfer.offload.stats import RunStats
 from zinfer.ranks.group import join_group
 from zinfer.ranks.open_models import fail_models, failing_together
@@ -259,6 +259,21 @@ def idle(rank: int, begun: Path) -> str:
         (begun / str(rank)).touch()
         failed.wait()
     return str(watch.failure)
+
+
+def failing_by_itself(rank: int) -> str:
+    """Meets an error of its own, and leaves; rank 0 would wait an hour for one that has only to hear of it."""
+    group = join_group("cpu")
+    assert group is not None
+    with patch("zinfer.ranks.rank_watch._HEARD_S", 3600):
+        watch = RankWatch(group, "own")
+        watch.fail(ConfigError(f"not with rank {rank}"))
+        watch.leave(watch.connect(), all_hear=False)
+    return str(watch.failure)
+
+
+def test_ranks_that_failed_by_themselves_are_not_waited_for() -> None:
+    assert all("not with rank" in said for said in run_ranks(3, failing_by_itself)), "its own, or the first one's"
 
 
 @pytest.mark.parametrize(("lost", "told"), [(0, "is gone, which all ranks need"), (1, "ended or was killed")])

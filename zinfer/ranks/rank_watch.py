@@ -99,8 +99,7 @@ class RankWatch:
                 self._leave_last(store, all_hear=all_hear)
             self._over.set()
             self._listener.join()
-            if self.failure is None:
-                store.add(f"beat/{self._group.rank}", _LEFT)
+            store.add(f"beat/{self._group.rank}", _LEFT)  # a failure, its own or another's, was told before
         except RankError as error:  # the store is gone, and with it whoever waits for this rank
             log.debug("left alone: %s", error)
         finally:
