@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from zinfer.cli.ending import importing
 from zinfer.errors import ConfigError
 
@@ -113,7 +115,9 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
         planner = batch_planner(work) if isinstance(work, Request) else job_planner(work, is_rough=True)
         yielding = expert_meshes_of, pipeline_meshes_of
         more = [mesh for each in yielding for mesh in each(case, num_ranks, num_hosts)]
-        several = plan_meshes(case, [*meshes_of(num_ranks, num_hosts), *more], num_hosts, planner)
+        meshes = [*meshes_of(num_ranks, num_hosts), *more]
+        with Console(stderr=True).status(f"comparing {len(meshes)} ways to arrange {num_ranks} ranks"):  # if a terminal
+            several = plan_meshes(case, meshes, num_hosts, planner)
         if not any(stated.values()):
             mesh = fastest_mesh(several) or mesh
     return Arranged(case, of_mesh(case, mesh, num_hosts), several, num_hosts)
