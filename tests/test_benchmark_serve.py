@@ -3,22 +3,29 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from guide_blocks import ROOT
 
 
-@pytest.mark.slow
-def test_the_benchmark_compares_the_server_with_offline() -> None:
-    sizes = ["--rows", "8", "--batch-rows", "20", "--chats", "2", "--repeats", "1", "--rate", "20", "--device", "cpu"]
+def measured(script: str, *words: str) -> dict[str, Any]:
+    """What a benchmark's last line says."""
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "serve.py", *sizes],
+        [sys.executable, ROOT / "benchmarks" / script, *words],
         capture_output=True,
         text=True,
         check=True,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
-    found = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_the_server_with_offline() -> None:
+    sizes = ["--rows", "8", "--batch-rows", "20", "--chats", "2", "--repeats", "1", "--rate", "20", "--device", "cpu"]
+    found = measured("serve.py", *sizes)
     assert found["saturated"]["same_texts"] == 1
     assert found["saturated"]["streams"]["tokens"] == found["saturated"]["whole"]["tokens"] == 8 * 24
     assert found["saturated"]["streams"]["over_offline"] > 0
@@ -30,14 +37,7 @@ def test_the_benchmark_compares_the_server_with_offline() -> None:
 @pytest.mark.slow
 def test_the_benchmark_of_latency_serves_talks_and_guesses() -> None:
     sizes = ["--small", "--requests", "8", "--batch", "4", "--seconds", "2"]
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "serve_latency.py", *sizes],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    cases = json.loads(done.stdout.splitlines()[-1])["cases"]
+    cases = measured("serve_latency.py", *sizes)["cases"]
     assert cases["static"]["served"]["token_ms"]["p95"] > 0
     assert cases["chats"]["passes"] > 0
     assert cases["chats"]["gap_ms"]["p95"] > 0

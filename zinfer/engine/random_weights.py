@@ -72,48 +72,29 @@ class RandomWeights:
         sharding: Sharding | None = None,
         part: ShorterModel | None = None,
     ) -> PreparedModel:
-        """Write the file, and partition the module into blocks that are read from it.
+        """Partition the module into blocks that are read from the file.
+
+        The first call, for the whole model, writes it; later ones are for some of the layers.
 
         Raises:
             CheckpointError, ConfigError: as `PreparedModel.of`.
             OSError: the file cannot be written; ENOSPC names the bytes that it needs.
         """
-        prepared = self._outlined(module, checkpoint, settings, sharding, part)
-        slab_sizes = [align_up(block.block.layout.nbytes, _ALIGNMENT_BYTES) for block in prepared.blocks]
-        num_bytes = max(max(slab_sizes), min(sum(slab_sizes), _USUAL_BYTES))
-        self.blocks = _aliased(prepared.blocks, self.file, num_bytes)
-        self.file_bytes = write_random(self.file, num_bytes, find_dtype(module), self._own_ranges())
-        return self._over_file(prepared, self.blocks)
-
-    def prepare_shorter(
-        self,
-        module: PreTrainedModel,
-        checkpoint: Checkpoint | None,
-        settings: Settings,
-        sharding: Sharding | None = None,
-        part: ShorterModel | None = None,
-    ) -> PreparedModel:
-        """Prepare some layers of the same model, to be read from the file that `prepare` has written."""
-        prepared = self._outlined(module, checkpoint, settings, sharding, part)
-        return self._over_file(prepared, _aliased(prepared.blocks, self.file, self.file.stat().st_size))
-
-    def _outlined(
-        self,
-        module: PreTrainedModel,
-        checkpoint: Checkpoint | None,
-        settings: Settings,
-        sharding: Sharding | None,
-        part: ShorterModel | None,
-    ) -> PreparedModel:
         assert checkpoint is not None, "random weights need the outline of a checkpoint"
         if self.experts == "zipf":
             skew_routers(module)
-        return RandomModel.of(module, checkpoint, settings, sharding, part)
-
-    def _over_file(self, prepared: PreparedModel, blocks: tuple[ModelBlock, ...]) -> PreparedModel:
-        assert prepared.checkpoint is not None
+        prepared = RandomModel.of(module, checkpoint, settings, sharding, part)
+        if is_first := not self.blocks:
+            slab_sizes = [align_up(block.block.layout.nbytes, _ALIGNMENT_BYTES) for block in prepared.blocks]
+            num_bytes = max(max(slab_sizes), min(sum(slab_sizes), _USUAL_BYTES))
+        else:
+            num_bytes = self.file.stat().st_size
+        blocks = _aliased(prepared.blocks, self.file, num_bytes)
+        if is_first:
+            self.blocks = blocks
+            self.file_bytes = write_random(self.file, num_bytes, find_dtype(module), self._own_ranges())
         files = {self.file: FileIdentity.of(self.file)}
-        return replace(prepared, checkpoint=replace(prepared.checkpoint, files=files), blocks=blocks)
+        return replace(prepared, checkpoint=replace(checkpoint, files=files), blocks=blocks)
 
     def _own_ranges(self) -> list[tuple[int, int]] | None:
         """Return first and last bytes of this rank's ranges in the file; None: all of it."""

@@ -185,7 +185,7 @@ def _config_folder(model: str, scratch: Path) -> Path:
 def _open(
     request: BenchRequest, checkpoint: Checkpoint, keys: Mapping[str, Any], weights: RandomWeights
 ) -> Iterator[LLM]:
-    rehearsal = Rehearsal(checkpoint, request.config, keys, weights.prepare_shorter)
+    rehearsal = Rehearsal(checkpoint, request.config, keys, weights.prepare)
     try:
         llm = LLM(checkpoint, request.config, prepare=weights.prepare, beside_load=rehearsal.beside_load, **keys)
     except PlanError as error:
