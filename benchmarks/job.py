@@ -103,6 +103,7 @@ class Bench:
         args = self._args
         stated = {"tokens_per_pass": args.tokens_per_pass, "max_sequences": args.sequences}
         section = {
+            "speculate": "off",  # guesses, which streamed passes try, would share passes with other tokens
             **{key: size for key, size in stated.items() if size is not None},
             **CASES[case.removesuffix(_PLAIN)],
             **sizes,

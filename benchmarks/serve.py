@@ -76,7 +76,7 @@ def server(command: Sequence[str | Path]) -> Iterator[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])},
     )
     assert process.stdout is not None
     said = ""
