@@ -4,6 +4,10 @@
 A rank that served the others while it samples tokens, between two of its own passes, would miss the pass that it is
 about to make with them: it would then wait for the end of theirs, they for the end of its, and every slab would be
 gathered twice. So for a moment after a pass the next turn is left to this rank's own next pass.
+
+Likewise a rank that served another's first pass, because its own rows reach it a little later, would stay a pass behind
+it: where passes of many prompts follow passes of few, each rank would wait for the other's long ones. So the first turn
+of all is left to this rank's own first pass, too.
 """
 
 import threading
@@ -21,6 +25,8 @@ from zinfer.ranks.model_ranks import ModelRanks
 _POLL_S: Final = 0.25  # how soon the end of all ranks is noticed; blocks are served at once
 _GAP_S: Final = 0.1
 """Most seconds that a rank needs from the end of a pass on the device to the beginning of the next."""
+_START_S: Final = 1.0
+"""Most seconds that a rank's first pass comes after another's, if both have rows; one without rows makes it wait."""
 _GAP_POLL_S: Final = 1e-3
 
 
@@ -41,6 +47,7 @@ class RankService:
         self._streamer, self._lock, self._device = streamer, lock, device
         self._closing = False
         self._last_call: Event | None = None
+        self._asked_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="zinfer-rank-service", daemon=True)
         self._thread.start()
 
@@ -97,7 +104,10 @@ class RankService:
             return False
 
     def _pass_may_follow(self) -> bool:
-        last = self._last_call
-        if last is None or self._closing or self._ranks.failure is not None:
+        if self._closing or self._ranks.failure is not None:
             return False
+        last = self._last_call
+        if last is None:
+            self._asked_since_s = self._asked_since_s or time.perf_counter()
+            return time.perf_counter() - self._asked_since_s < _START_S
         return not last.is_reached() or time.perf_counter() - last.time_s() < _GAP_S

@@ -86,6 +86,8 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
             sizes = _choose_sizes(folder, checkpoint, settings, job, meter, mesh, group)
             with _open(request, checkpoint, {**keys, **sizes}, weights) as llm:
                 start_s = time.perf_counter() - begin_s
+                if group is not None:
+                    all_values(group, None)  # ranks that begin together share each other's passes
                 found = _measure(request, llm, weights, prompts, meter, start_s, held)
         if group is not None:
             found = BenchResult.together(all_values(group, found), mesh)
