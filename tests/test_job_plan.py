@@ -6,6 +6,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -112,6 +113,30 @@ def test_a_sample_takes_as_many_passes_as_all_rows(
     expected = plan_sizes(case, batching, whole.rows, Simulations(whole.rows.prompt_lens, whole.rows.new_tokens, None))
     assert found.simulated.num_passes == pytest.approx(expected.simulated.num_passes, rel=error)
     assert found.seconds == pytest.approx(expected.seconds, rel=error)
+
+
+@pytest.mark.parametrize("order", ["arrival", "longest_first"])
+def test_the_longest_of_few_rows_counts(folder: Path, order: str) -> None:
+    """One row in three hundred alone decides how many passes there are; a small sample leaves it out."""
+    case = Case(outline_of(folder), machine_with(1_050_000_000, 10**10), stated(admission_order=order))
+    place = 151
+    job = Job(300, [100] * 300, [*[20 + i % 30 for i in range(place)], 400, *[20 + i % 30 for i in range(place, 299)]])
+    assert 400 not in job.sample(3_000).rows.new_tokens
+    planned = plan_job(case, job)
+    assert planned.simulated.num_passes >= 400
+    assert planned.seconds == pytest.approx(seconds_of_all_rows(planned, job))
+
+
+def test_a_sample_has_its_share_of_each_length() -> None:
+    draw = random.Random(0)
+    rows = [(draw.randint(8, 600), min(int(draw.lognormvariate(3, 1)) + 1, 400)) for _ in range(900)]
+    job = Job(900, *map(list, zip(*rows, strict=True)))
+    found = job.sample(6_000).rows
+    for some, whole in ((found.prompt_lens, job.prompt_lens), (found.new_tokens, job.new_tokens)):
+        assert fmean(some) == pytest.approx(fmean(whole), rel=0.08)
+        assert median(some) == pytest.approx(median(whole), rel=0.1)
+    left = iter(rows)
+    assert all(pair in left for pair in zip(found.prompt_lens, found.new_tokens, strict=True)), "in their order"
 
 
 NUM_CASES, NUM_RIVALS = map(int, os.environ.get("ZINFER_PLANS", "5x60").split("x"))

@@ -33,6 +33,7 @@ _CHOSEN: Final = (
 """Keys of the section `zinfer` that a plan sets, or leaves at their defaults."""
 _USUAL: Final = ("auto", "device", "arrival")
 _FEWEST_SIMULATED: Final = 64
+_ALIKE: Final = 3  # sampled rows of similar new tokens; more make prompts, less make new tokens those of all on average
 _ADMISSION_STEPS: Final = 16  # what adding and admitting a sequence takes, in steps of one
 
 
@@ -86,10 +87,25 @@ class Job:
         together = min(self.num_rows, ROWS_TOGETHER)
         row_steps = fmean(self.new_tokens) + _ADMISSION_STEPS
         count = min(together, max(fewest, int(most_steps / row_steps)))
-        # From all over the sample, in its order: its first rows may be the short ones of a sorted file.
-        places = [number * len(self.prompt_lens) // count for number in range(count)]
+        places = self._spread(count)
         rows = Job(self.num_rows, [self.prompt_lens[i] for i in places], [self.new_tokens[i] for i in places])
         return Sample(rows, together / count, int(row_steps * count))
+
+    def _spread(self, count: int) -> list[int]:
+        """Return the places of so many rows whose lengths are spread as those of all, in order; repeated if too few.
+
+        Rows of similar new tokens are taken together, and of each such group every n-th by prompt length (stratified
+        sampling).
+        """
+        num_rows = len(self.prompt_lens)
+        if count >= num_rows:
+            return [number * num_rows // count for number in range(count)]
+        by_new = sorted(range(num_rows), key=lambda i: (self.new_tokens[i], self.prompt_lens[i]))
+        ordered, num_groups = [], -(-count // _ALIKE)
+        for group in range(num_groups):
+            alike = by_new[group * num_rows // num_groups : (group + 1) * num_rows // num_groups]
+            ordered += sorted(alike, key=lambda i: self.prompt_lens[i])
+        return sorted(ordered[(2 * number + 1) * num_rows // (2 * count)] for number in range(count))
 
 
 class Sample(NamedTuple):

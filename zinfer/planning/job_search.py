@@ -5,11 +5,13 @@ The forms of the KV cache, its memory and its dtype, are few, and each is search
 sizes, bytes of the cache, sequences at once, tokens a pass and the order of admission: points of a cube
 (`zinfer.planning.size_space`). Points spread evenly over it are simulated with few rows, then points near the best of
 them, and the best of those with more rows, with points ever nearer to the best. Each stage leaves out the forms that
-fell behind. No simulation is so slow that a plan takes more than seconds: where they are long, fewer points are tried.
+fell behind. Where rows differ, the best few plans are simulated once more with more of them: a small sample tells
+little of the longest rows, with which a job ends. No simulation is so slow that a plan takes more than seconds: where
+they are long, fewer points are tried.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -26,6 +28,8 @@ _FEW_STEPS: Final = 3_000  # of a simulation with few rows: about 8 ms and what 
 _FEW_ROWS: Final = 32
 _SAMPLE_STEPS: Final = 12_000
 _ROUGH_SAMPLE_STEPS: Final = 6_000
+_FINAL_STEPS: Final = 40_000
+_NUM_FINAL: Final = 6
 _LEAST_GAIN: Final = 1.02  # for which a cache in host memory, or in another dtype, is chosen
 # Times the seconds of the best form: others are not searched further, after each stage with few rows, then with more.
 _MOST_BEHIND_WIDE: Final = 1.6
@@ -77,7 +81,20 @@ def plan_forms(case: Case, job: Job, *, is_rough: bool = False) -> list[JobPlan]
     if not found:
         return [_usual(forms[0], *more)]
     best, search = min(found, key=lambda pair: _rank(pair[0]))
-    return sorted([*(planned for planned, _ in found), *search.with_other_passes(best)], key=_rank)
+    plans = sorted([*(planned for planned, _ in found), *search.with_other_passes(best)], key=_rank)
+    if is_rough or job.has_equal_rows:
+        return plans
+    tried = sorted((planned for _, search in found for planned in search.plans), key=_rank)
+    return _with_more_rows(job, [*plans, *tried], window)
+
+
+def _with_more_rows(job: Job, plans: Sequence[JobPlan], window: int | None) -> list[JobPlan]:
+    """Return the first few different plans, simulated with more rows; the fastest first."""
+    sample = job.sample(_FINAL_STEPS)
+    simulations = Simulations(sample.rows.prompt_lens, sample.rows.new_tokens, window, sample.scale)
+    different = list({planned.batching: planned for planned in plans}.values())[:_NUM_FINAL]
+    found = [Trials(each.case, sample, simulations).find(each.batching) for each in different]
+    return sorted((each for each in found if each is not None), key=_rank) or list(plans)
 
 
 def _usual(case: Case, sample: Sample, simulations: Simulations) -> JobPlan:

@@ -79,6 +79,11 @@ class SizeSearch:
             best = self._filled(self._best([best, *with_other_caches(best)], self._more), self._more)
         return self._more.find(self._space.sizes(best))
 
+    @property
+    def plans(self) -> list[JobPlan]:
+        """The plans that were simulated with more rows."""
+        return self._more.plans
+
     def with_other_passes(self, best: JobPlan) -> list[JobPlan]:
         """Return the best plan with other tokens a pass, if any was tried."""
         size = best.batching.tokens_per_pass
