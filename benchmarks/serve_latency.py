@@ -34,7 +34,7 @@ import torch
 from ceilings import link_bytes_per_s
 from random_model import llama_config, opt_config, random_model, save_random
 from result import keep, publish
-from serve import Bodies, bodies, chatting, send, server
+from serve import Bodies, bodies, chatting, give_back_memory, send, server
 from serve_load import Answer, figures, percentiles, streamed
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
@@ -159,6 +159,7 @@ def static(folder: Path, shapes: Shapes, args: argparse.Namespace) -> dict[str, 
         seconds, _ = complete(llm, filled)
         rate = args.load * args.batch / seconds
         batches = token_latency(in_static_batches(llm, asked, args.batch, rate))
+    give_back_memory()
     with serving(model, {}) as url:
         send(url, streamed(warm))
         answers = token_latency(send(url, streamed(asked), rate=rate))
