@@ -2,7 +2,9 @@
 
 import io
 import json
+import random
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,10 @@ from typer.testing import CliRunner, Result
 from zinfer.cli import app
 from zinfer.config import resolve_settings
 from zinfer.config.settings import Settings
-from zinfer.model.outline import Outline
+from zinfer.model.outline import Outline, read_outline
 from zinfer.offload.block import Tier
-from zinfer.planning.job_plan import Job, JobPlan
+from zinfer.planning.job_plan import Job, JobPlan, SizedJob
+from zinfer.planning.job_search import plan_job
 from zinfer.planning.memory import Request
 from zinfer.planning.mesh_plan import (
     MeshPlan,
@@ -25,10 +28,13 @@ from zinfer.planning.mesh_plan import (
     job_planner,
     mesh_table,
     meshes_of,
+    of_mesh,
     pipeline_meshes_of,
     plan_meshes,
 )
 from zinfer.planning.plan import BatchPlan, Case
+from zinfer.planning.presets import PRESETS
+from zinfer.planning.simulation import JobEstimator, simulate
 from zinfer.probe.rates import Rates
 from zinfer.ranks.mesh import Mesh
 
@@ -69,6 +75,47 @@ def batch_plan(found: MeshPlan) -> BatchPlan:
 
 def layers_bytes(outline: Outline) -> int:
     return sum(outline.plain_blocks[index].nbytes for index in outline.layers)
+
+
+DRAW = random.Random(0)
+MIXED = [(DRAW.randint(16, 1500), min(int(DRAW.expovariate(1 / 60)) + 1, 400)) for _ in range(400)]
+"""Tokens of prompts, and new ones."""
+
+
+def four_ranks() -> Case:
+    """Llama-3-70B in INT4 on four RTX 4090, each with a fourth of the weights."""
+    settings = resolve_settings({"zinfer": {"parallel": {"zero": 4}, "quantization": {"bits": 4, "group_size": 128}}})
+    case = Case(read_outline(Path("llama-3-70b"), settings.dtype, settings.quantization), PRESETS["rtx4090"], settings)
+    return of_mesh(case, Mesh(zero=4))
+
+
+def seconds_by_rank(estimator: JobEstimator) -> tuple[float, float]:
+    """Of the mixed rows, each fourth one a rank's: the seconds of the rank with the most, and those of all in step."""
+    ranks = []
+    for rank in range(4):
+        prompt_lens, new_tokens = zip(*MIXED[rank::4], strict=True)
+        passes = simulate(prompt_lens, new_tokens, estimator.budget, order=estimator.order)
+        ranks.append([estimator.time_of(size).seconds for size in passes])
+    return max(map(sum, ranks)), sum(map(max, zip_longest(*ranks, fillvalue=0.0)))
+
+
+def test_ranks_in_step_wait_for_the_largest_pass_of_all() -> None:
+    case = four_ranks()
+    batching = replace(case.settings.batching, tokens_per_pass=4096, max_sequences=64, kv_cache_memory=4 * 10**9)
+    job = Job(len(MIXED), *map(list, zip(*MIXED, strict=True))).part(4)
+    sized = SizedJob.of(case, batching, job, None)
+    alone_s, together_s = seconds_by_rank(sized.estimator)
+    assert together_s > 1.5 * alone_s
+    sample = job.sample(40_000, num_ranks=4)
+    assert sized.simulate(sample.rows, sample.simulations(None)).seconds == pytest.approx(together_s, rel=0.25)
+    assert sized.estimator.of_texts(*zip(*MIXED[::4], strict=True)).seconds == pytest.approx(together_s, rel=0.25)
+
+
+@pytest.mark.slow
+def test_ranks_in_step_get_passes_of_which_none_waits_for_long() -> None:
+    planned = plan_job(four_ranks(), Job(len(MIXED), *map(list, zip(*MIXED, strict=True))).part(4))
+    alone_s, together_s = seconds_by_rank(planned.estimator)
+    assert together_s < 1.25 * alone_s
 
 
 def test_link_bound_meshes_take_the_seconds_of_their_bytes(outline: Outline) -> None:

@@ -13,7 +13,7 @@ from zinfer.errors import PlanError
 from zinfer.planning import simulation
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.memory import Footprint
-from zinfer.planning.simulation import JobEstimator, Simulations, simulate
+from zinfer.planning.simulation import JobEstimator, Simulations, in_step, simulate
 from zinfer.planning.step_time import PassTime
 from zinfer.scheduling.schedule import PassSize
 from zinfer.scheduling.sequence import Sequence as TokenSequence
@@ -114,6 +114,17 @@ def with_names(
     return sizes
 
 
+def test_a_pass_in_step_is_as_large_as_the_largest_of_all_ranks() -> None:
+    one = [PassSize(100, 4, 150), PassSize(10, 10, 400), PassSize(8, 8, 410)]
+    other = [PassSize(60, 6, 100), PassSize(70, 2, 300)]
+    largest = [PassSize(100, 6, 150), PassSize(70, 10, 400), PassSize(8, 8, 410)]
+    assert in_step([one, other], 2) == largest
+    assert in_step([one, one], 2) == one
+    assert in_step([one], 1, 2.0)[0] == PassSize(200, 8, 300)
+    assert in_step([one, other], 2, 4.0)[0].num_tokens == 4 * 80 + 2 * 20, "of four rows each the sums differ by half"
+    assert sum(size.num_tokens for size in in_step([one, other], 4)) >= sum(size.num_tokens for size in largest)
+
+
 @pytest.mark.parametrize("window", [None, 30])
 def test_what_is_kept_is_what_would_be_simulated_anew(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     draw, num_anew, num_preempted = random.Random(5), 0, 0
@@ -130,11 +141,10 @@ def test_what_is_kept_is_what_would_be_simulated_anew(monkeypatch: pytest.Monkey
         for limit in LIMITS:
             limited = replace(budget, tokens_per_pass=limit)
             wanted = with_names(*lengths, limited, window)
-            assert kept.under(limited) == wanted
+            assert kept.under(limited).together == wanted
             num_tokens = sum(lengths[0]) + sum(lengths[1]) - len(lengths[0])
             num_preempted += sum(size.num_tokens for size in wanted) > num_tokens
-        assert kept.under(replace(limited, num_pages=1000)) == with_names(
-            *lengths, replace(limited, num_pages=1000), window
-        )
+        larger = replace(limited, num_pages=1000)
+        assert kept.under(larger).together == with_names(*lengths, larger, window)
     assert 0 < num_anew < 10 * len(LIMITS) * 0.9
     assert num_preempted > 0, "texts that are computed again"

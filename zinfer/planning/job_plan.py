@@ -15,7 +15,7 @@ from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.placement import Plan
 from zinfer.planning.plan import Case
-from zinfer.planning.simulation import JobEstimator, JobPrediction, Simulations
+from zinfer.planning.simulation import JobEstimator, JobPrediction, Simulations, simulated_ranks
 from zinfer.scheduling.schedule import PassSize
 
 ROWS_TOGETHER: Final = 4096
@@ -75,7 +75,7 @@ class Job:
         """Return the part of one group of ranks, of so many groups."""
         return replace(self, num_rows=-(-self.num_rows // count))
 
-    def sample(self, most_steps: int, fewest: int = _FEWEST_SIMULATED) -> "Sample":
+    def sample(self, most_steps: int, fewest: int = _FEWEST_SIMULATED, num_ranks: int = 1) -> "Sample":
         """Return rows that stand for those that share passes, as many as are simulated in so many steps.
 
         Rows are repeated if there are too few.
@@ -83,29 +83,39 @@ class Job:
         Args:
             most_steps: of a sequence.
             fewest: rows, whatever they take.
+            num_ranks: that make passes in step, each with as many rows.
         """
+        num_simulated = simulated_ranks(num_ranks, list(zip(self.prompt_lens, self.new_tokens, strict=True)))
         together = min(self.num_rows, ROWS_TOGETHER)
         row_steps = fmean(self.new_tokens) + _ADMISSION_STEPS
-        count = min(together, max(fewest, int(most_steps / row_steps)))
-        places = self._spread(count)
-        rows = Job(self.num_rows, [self.prompt_lens[i] for i in places], [self.new_tokens[i] for i in places])
-        return Sample(rows, together / count, int(row_steps * count))
+        count = min(together, max(fewest, int(most_steps / num_simulated / row_steps)))
+        ranks = []
+        for rank in range(num_simulated):
+            places = self._spread(count, rank, num_simulated)
+            rows = [self.prompt_lens[i] for i in places], [self.new_tokens[i] for i in places]
+            ranks.append(Job(self.num_rows, *rows))
+        return Sample(ranks[0], together / count, int(row_steps * count * num_simulated), ranks[-1], num_ranks)
 
-    def _spread(self, count: int) -> list[int]:
+    def _spread(self, count: int, rank: int, num_ranks: int) -> list[int]:
         """Return the places of so many rows whose lengths are spread as those of all, in order; repeated if too few.
 
         Rows of similar new tokens are taken together, and of each such group every n-th by prompt length (stratified
-        sampling).
+        sampling). Ranks take different ones; where rows are repeated, they begin at different ones.
         """
         num_rows = len(self.prompt_lens)
         if count >= num_rows:
-            return [number * num_rows // count for number in range(count)]
+            first = rank * count // num_ranks
+            return [(first + number) % count * num_rows // count for number in range(count)]
         by_new = sorted(range(num_rows), key=lambda i: (self.new_tokens[i], self.prompt_lens[i]))
         ordered, num_groups = [], -(-count // _ALIKE)
         for group in range(num_groups):
             alike = by_new[group * num_rows // num_groups : (group + 1) * num_rows // num_groups]
             ordered += sorted(alike, key=lambda i: self.prompt_lens[i])
-        return sorted(ordered[(2 * number + 1) * num_rows // (2 * count)] for number in range(count))
+        shares, own = (
+            2 * num_ranks,
+            2 * rank + 1,
+        )  # of the rows from one that is taken to the next, the middle of a part
+        return sorted(ordered[(shares * number + own) * num_rows // (shares * count)] for number in range(count))
 
 
 class Sample(NamedTuple):
@@ -114,11 +124,21 @@ class Sample(NamedTuple):
     rows: the job, with these rows.
     scale: how many rows each stands for.
     num_steps: what simulating them takes, in steps of a sequence.
+    other: likewise of another rank in step; the same if all rows are alike, or there is none.
+    num_ranks: that are in step.
     """
 
     rows: Job
     scale: float
     num_steps: int
+    other: Job
+    num_ranks: int
+
+    def simulations(self, window: int | None) -> Simulations:
+        """Return the simulations of these rows; ``window`` as for `Simulations`."""
+        rows, other = self.rows, self.other
+        lengths = None if other is rows else (other.prompt_lens, other.new_tokens)
+        return Simulations(rows.prompt_lens, rows.new_tokens, window, self.scale, lengths, self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -215,7 +235,8 @@ class SizedJob:
         if settings.offload.nvme_path is not None and clock.disk_spares_time(token_bytes):
             budget = replace(budget, swaps_to_disk=True)
         latency_s = batching.max_token_latency_s
-        return cls(case, batching, budget, plan, JobEstimator(budget, window, token_bytes, clock.pass_time, latency_s))
+        estimator = JobEstimator(budget, window, token_bytes, clock.pass_time, latency_s, case.mesh.zero)
+        return cls(case, batching, budget, plan, estimator)
 
     @property
     def parts(self) -> DeviceParts:
@@ -249,7 +270,7 @@ class SizedJob:
         repeats = simulations.repeats(self.budget)
         most_passes = most_s / num_batches / repeats / self._pass_s(1, 1, 1)
         passes = simulations.under(self.budget, estimator.order, most_passes)
-        simulated = estimator.of_passes(passes).repeated(repeats)
+        simulated = estimator.of_passes(passes.together, passes.own).repeated(repeats)
         seconds = simulated.seconds * num_batches
         return JobPlan(
             self.case, self.batching, self.budget, self.plan, job, simulated, seconds, simulations, estimator

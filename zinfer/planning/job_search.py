@@ -60,10 +60,9 @@ def plan_forms(case: Case, job: Job, *, is_rough: bool = False) -> list[JobPlan]
     for prompt_len, new_tokens in zip(job.prompt_lens, job.new_tokens, strict=True):
         case.check_length(prompt_len, 0 if new_tokens == 1 else new_tokens)  # a prompt that is scored has one, too
     window = case.outline.spec.common_window
-    samples = job.sample(_FEW_STEPS, _FEW_ROWS), job.sample(_ROUGH_SAMPLE_STEPS if is_rough else _SAMPLE_STEPS)
-    few, more = (
-        (each, Simulations(each.rows.prompt_lens, each.rows.new_tokens, window, each.scale)) for each in samples
-    )
+    num_ranks, most_steps = case.mesh.zero, _ROUGH_SAMPLE_STEPS if is_rough else _SAMPLE_STEPS
+    samples = job.sample(_FEW_STEPS, _FEW_ROWS, num_ranks), job.sample(most_steps, num_ranks=num_ranks)
+    few, more = ((each, each.simulations(window)) for each in samples)
     forms = list(_forms(case))
     searches = [
         SizeSearch(SizeSpace(form, job), Trials(form, *few), Trials(form, *more), is_rough=is_rough) for form in forms
@@ -90,8 +89,8 @@ def plan_forms(case: Case, job: Job, *, is_rough: bool = False) -> list[JobPlan]
 
 def _with_more_rows(job: Job, plans: Sequence[JobPlan], window: int | None) -> list[JobPlan]:
     """Return the first few different plans, simulated with more rows; the fastest first."""
-    sample = job.sample(_FINAL_STEPS)
-    simulations = Simulations(sample.rows.prompt_lens, sample.rows.new_tokens, window, sample.scale)
+    sample = job.sample(_FINAL_STEPS, num_ranks=plans[0].case.mesh.zero)
+    simulations = sample.simulations(window)
     different = list({planned.batching: planned for planned in plans}.values())[:_NUM_FINAL]
     found = [Trials(each.case, sample, simulations).find(each.batching) for each in different]
     return sorted((each for each in found if each is not None), key=_rank) or list(plans)

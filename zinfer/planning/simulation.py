@@ -1,6 +1,12 @@
 """Simulate the passes of a job with the real scheduler, over sequences without tokens, and predict their time.
 
 Shared prefixes and sequences that end early make a job shorter; neither is simulated.
+
+[Note: passes in step]
+Ranks that share the bytes of weights make each pass together, each over rows of its own, and it takes as long as that
+of the rank with the most work. Where rows differ, and a few passes of many tokens follow many of few, the ranks' large
+passes come at different times, so that nearly every pass is a large one for somebody. So the passes of two ranks are
+simulated, each with rows of its own; others make the same passes as one of them at other times.
 """
 
 import functools
@@ -8,8 +14,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
-from typing import Final
+from itertools import compress, zip_longest
+from random import Random
+from statistics import fmean
+from typing import Final, NamedTuple
 
 from zinfer.errors import ConfigError, PlanError
 from zinfer.planning.kv_budget import BatchingBudget
@@ -22,6 +30,9 @@ from zinfer.units import duration
 
 _TWO_SIZES: Final = (1024, 2048)
 """Tokens of two passes whose difference is matrix work alone."""
+_IDLE: Final = PassSize(0, 0, 0)
+_MOST_RANKS: Final = 8
+_LATER: Final = 3  # passes
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,7 @@ class JobEstimator:
         token_bytes: KV-cache bytes of one token in all layers.
         pass_time: `PassClock.pass_time`.
         latency_s: most seconds between two tokens of a sequence; None: passes are as large as the budget allows.
+        num_ranks: that make passes in step, each with rows of its own.
     """
 
     budget: BatchingBudget
@@ -78,6 +90,7 @@ class JobEstimator:
     token_bytes: int
     pass_time: Callable[..., PassTime]
     latency_s: float | None = None
+    num_ranks: int = 1
 
     @functools.cached_property
     def target(self) -> LatencyTarget | None:
@@ -106,6 +119,8 @@ class JobEstimator:
     def of_texts(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
         """Predict prompts without shared prefixes; arguments as for `LLM.predict`.
 
+        Other ranks in step have such prompts too, in another order.
+
         Raises:
             ConfigError: there are no prompts.
             PlanError: a sequence does not fit the cache even alone.
@@ -113,10 +128,19 @@ class JobEstimator:
         if not prompt_lens:
             raise ConfigError("there are no prompts to predict; give the length of at least one")
         each = [new_tokens] * len(prompt_lens) if isinstance(new_tokens, int) else new_tokens
-        return self.of_passes(simulate(prompt_lens, each, self.budget, self.window, self.order))
+        rows, draw = list(zip(prompt_lens, each, strict=True)), Random(0)
+        several = [rows, draw.sample(rows, len(rows))][: simulated_ranks(self.num_ranks, rows)]
+        passes = []
+        for one in several:
+            lengths, news = zip(*one, strict=True)
+            passes.append(simulate(lengths, news, self.budget, self.window, self.order))
+        return self.of_passes(in_step(passes, self.num_ranks), passes[0])
 
-    def of_passes(self, sizes: Sequence[PassSize]) -> JobPrediction:
+    def of_passes(self, sizes: Sequence[PassSize], own: Sequence[PassSize] | None = None) -> JobPrediction:
         """Predict passes of these sizes.
+
+        Args:
+            own: those of one rank, whose tokens count, if ``sizes`` are of ranks in step.
 
         Raises:
             ConfigError: there are no passes.
@@ -126,14 +150,15 @@ class JobEstimator:
         times = [self.time_of(size) for size in sizes]
         seconds = sum(each.seconds for each in times)
         names = [each.bottleneck for each in times]
-        num_tokens, num_new = sum(size.num_tokens for size in sizes), sum(size.num_samples for size in sizes)
+        own = sizes if own is None else own
+        num_tokens, num_new = sum(size.num_tokens for size in own), sum(size.num_samples for size in own)
         return JobPrediction(
             seconds=seconds,
             num_passes=len(sizes),
             tokens_per_pass=num_tokens / len(sizes),
             tokens_per_s=num_new / seconds,
             bottleneck=max(set(names), key=names.count),
-            most_together=max(size.num_samples for size in sizes),
+            most_together=max(size.num_samples for size in own),
             busy_s={name: sum(each.terms[name] for each in times) for name in times[0].terms},
         )
 
@@ -221,6 +246,47 @@ def _passes(
     return sizes
 
 
+def simulated_ranks(num_ranks: int, rows: Sequence[tuple[int, int]]) -> int:
+    """Return how many of the ranks in step are simulated: one if all rows are alike, since their passes are, too."""
+    return min(num_ranks, 2) if len(set(rows)) > 1 else 1
+
+
+def in_step(passes: Sequence[list[PassSize]], num_ranks: int, scale: float = 1.0) -> list[PassSize]:
+    """Return the passes that ranks make together, each as large as the largest of theirs, times ``scale``.
+
+    Ranks that were not simulated make the passes of one that was, some passes later. What a sample's pass has more than
+    others' stands for that of several rows, which differ, too: it grows by the root.
+
+    Args:
+        passes: of some of the ranks.
+    """
+    if len(passes) < 2:
+        return [PassSize(*(round(scale * number) for number in size)) for size in passes[0]]
+    ranks = []
+    for rank in range(min(num_ranks, _MOST_RANKS)):
+        own = passes[rank % len(passes)]
+        first = -(rank // len(passes)) * _LATER % len(own)
+        ranks.append(own[first:] + own[:first])
+
+    def larger(numbers: tuple[int, ...]) -> int:
+        mean = fmean(numbers)
+        return round(scale * mean + math.sqrt(scale) * (max(numbers) - mean))
+
+    return [PassSize(*map(larger, zip(*sizes, strict=True))) for sizes in zip_longest(*ranks, fillvalue=_IDLE)]
+
+
+class RankPasses(NamedTuple):
+    """Simulated passes: those of one rank, and those that all ranks make together, which are the same of one alone."""
+
+    own: list[PassSize]
+    together: list[PassSize]
+
+    @classmethod
+    def of(cls, ranks: Sequence[list[PassSize]], num_ranks: int, scale: float) -> "RankPasses":
+        """Return the passes of a sample, so many times as large."""
+        return cls(in_step(ranks[:1], 1, scale), in_step(ranks, num_ranks, scale))
+
+
 class Simulations:
     """Simulates one job under several budgets, and reuses results.
 
@@ -232,22 +298,29 @@ class Simulations:
     Args:
         prompt_lens, new_tokens, window: as for `simulate`; ``window`` is also an attribute.
         scale: rows for each row of the sample, 1 or more.
+        other: ``prompt_lens`` and ``new_tokens`` of another rank in step; see [Note: passes in step].
+        num_ranks: that are in step.
 
     ``num_passes``: passes simulated so far.
     """
 
     def __init__(
-        self, prompt_lens: Sequence[int], new_tokens: Sequence[int], window: int | None, scale: float = 1.0
+        self,
+        prompt_lens: Sequence[int],
+        new_tokens: Sequence[int],
+        window: int | None,
+        scale: float = 1.0,
+        other: tuple[Sequence[int], Sequence[int]] | None = None,
+        num_ranks: int = 1,
     ) -> None:
-        self._prompt_lens = prompt_lens
-        self._new_tokens = new_tokens
-        self._scale = scale
-        self._longest = max(map(sum, zip(prompt_lens, new_tokens, strict=True)))
+        self._rows = [(prompt_lens, new_tokens), *([other] if other is not None else [])]
+        self._scale, self._num_ranks = scale, num_ranks
+        self._longest = max(sum(row) for lengths in self._rows for row in zip(*lengths, strict=True))
         self.window, self.num_passes = window, 0
-        # Passes with their token limit, by everything else that affects passes.
-        self._found: dict[tuple[object, ...], list[tuple[int, list[PassSize]]]] = {}
+        # Passes of each rank with their token limit, by everything else that affects passes.
+        self._found: dict[tuple[object, ...], list[tuple[int, list[list[PassSize]]]]] = {}
 
-    def under(self, budget: BatchingBudget, order: PassOrder = USUAL, most_passes: float = math.inf) -> list[PassSize]:
+    def under(self, budget: BatchingBudget, order: PassOrder = USUAL, most_passes: float = math.inf) -> RankPasses:
         """Return the passes under a budget, all by one order; raises like `simulate`, and for too many passes."""
         scale = self._scale_under(budget)
         budget = self._part_of(budget, scale)
@@ -256,15 +329,17 @@ class Simulations:
         pages = (budget.num_pages, budget.page_size, budget.most_swapped_pages)
         found = self._found.setdefault((*pages, budget.max_sequences, budget.order, budget.lends, order), [])
         limit = budget.tokens_per_pass
-        for other, passes in found:
-            if limit == other or max(size.num_tokens for size in passes) < other < limit:
-                return _scaled(passes, scale)
-        passes = simulate(self._prompt_lens, self._new_tokens, budget, self.window, order, most_passes)
-        self.num_passes += len(passes)
-        if len(passes) > most_passes:
-            raise PlanError(f"more than {most_passes:,.0f} passes")
-        found.append((limit, passes))
-        return _scaled(passes, scale)
+        for other, ranks in found:
+            if limit == other or max(size.num_tokens for passes in ranks for size in passes) < other < limit:
+                return RankPasses.of(ranks, self._num_ranks, scale)
+        ranks = []
+        for prompt_lens, new_tokens in self._rows:
+            ranks.append(simulate(prompt_lens, new_tokens, budget, self.window, order, most_passes))
+            self.num_passes += len(ranks[-1])
+            if len(ranks[-1]) > most_passes:
+                raise PlanError(f"more than {most_passes:,.0f} passes")
+        found.append((limit, ranks))
+        return RankPasses.of(ranks, self._num_ranks, scale)
 
     def repeats(self, budget: BatchingBudget) -> float:
         """Return how often the passes under a budget are repeated for all rows."""
@@ -288,8 +363,3 @@ class Simulations:
             max_sequences=round(budget.max_sequences / scale),
             tokens_per_pass=round(budget.tokens_per_pass / scale),
         )
-
-
-def _scaled(passes: list[PassSize], scale: float) -> list[PassSize]:
-    """Return passes so many times as large."""
-    return passes if scale == 1 else [PassSize(*(round(number * scale) for number in size)) for size in passes]

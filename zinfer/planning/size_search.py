@@ -8,6 +8,7 @@ from zinfer.planning.job_plan import JobPlan
 from zinfer.planning.size_space import (
     CORNER,
     FEW_SEQUENCES,
+    SMALL_PASSES,
     Point,
     SizeSpace,
     in_other_order,
@@ -55,7 +56,7 @@ class SizeSearch:
     def look_wide(self) -> None:
         """Try points of the whole space, evenly spread; the fewer, the longer their simulations take."""
         tried: list[Point] = []
-        for point in (CORNER, FEW_SEQUENCES, *spread(self._num_spread)):
+        for point in (CORNER, FEW_SEQUENCES, SMALL_PASSES, *spread(self._num_spread)):
             if len(tried) < _FEWEST_SPREAD or self._few.num_steps < _SPREAD_STEPS:
                 self._seconds(point, self._few)
                 tried.append(point)

@@ -17,12 +17,15 @@ CORNER: Final[Point] = (0.0, 0.0, 0.0, 0.0)
 FEW_SEQUENCES: Final[Point] = (0.5, 0.1, 0.9, 0.9)
 """Few sequences, the longest first, in passes that take all their tokens: with few, kernels for small passes are
 faster, however many the cache holds."""
+SMALL_PASSES: Final[Point] = (0.7, 0.3, 0.0, 0.0)
+"""Passes of few tokens each, for which quantized weights are multiplied as they are; of ranks in step none waits for
+another's prompts."""
 
 _LEAST_SHARE: Final = 0.02  # of the most bytes
 _MOST_DEVICE_SHARE: Final = 0.95  # of device memory; the rest is for weights
 _MOST_HOST_SHARE: Final = 0.8  # of what the budgets allow; the rest is for weights, staging and outputs
 _MOST_TOKENS: Final = 131_072
-_FEWEST_TOKENS: Final = 512
+_FEWEST_TOKENS: Final = 64
 _FEWEST_SEQUENCES: Final = 8
 _SMALL: Final = 64  # sequences, which are tried however many the cache holds: see FEW_SEQUENCES
 _MOST_TIMES_HELD: Final = 12  # those with few tokens yet take little of the cache
