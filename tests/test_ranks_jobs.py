@@ -1,5 +1,6 @@
 """A job of several ranks writes the rows of one rank, whoever computes them and however they end."""
 
+import json
 import os
 import random
 import re
@@ -53,10 +54,13 @@ def read_bytes(said: str, what: str) -> list[float]:
 
 def test_two_ranks_write_the_rows_of_one_and_read_half_each(folder: Path, whole: tuple[list[bytes], str]) -> None:
     job = Job(folder, "two.jsonl", "--batch-size", "4")
-    said = job.run(2, exit_code=3)
+    processes = ended(job.start(2))
+    assert [code for code, _, _ in processes] == [3, 3], processes
+    said, said_before = processes[0][1:]
     rows, alone = whole
     assert job.rows() == rows
     assert f"{NUM_ROWS} done, 2 failed: 1 x malformed, 1 x too long" in said
+    assert "if stopped, at most 8 rows are computed again" in said_before
     [read] = read_bytes(alone, "moved")
     together, first, second = read_bytes(said, "of all ranks")[:3]
     assert first == pytest.approx(read / 2, rel=0.15)
@@ -82,6 +86,22 @@ def test_the_job_chooses_a_batch_for_each_rank_and_keeps_it_on_another_number(fo
     job.output.write_bytes(b"".join(kept))
     assert "7 rows before this run" in job.run(1)
     assert job.rows() == rows
+
+
+def test_stages_of_unequal_numbers_of_layers_resume_with_as_many_pages(tmp_path: Path) -> None:
+    """Each stage's pages take other bytes, and the job keeps those of the first."""
+    letters_model(tmp_path / "model", num_layers=3)
+    write_rows(tmp_path / "in.jsonl", prompt_rows(9))
+    (tmp_path / "ds.json").write_text("{}")
+    alone = Job(tmp_path, "alone.jsonl", "--batch-size", "4")
+    alone.run(1)
+    (tmp_path / "ds.json").write_text(json.dumps({"zinfer": {"parallel": {"pipeline": 2}}}))
+    job = Job(tmp_path, "staged.jsonl", "--batch-size", "4")
+    job.run(2)
+    assert job.rows() == alone.rows()
+    job.output.write_bytes(b"".join(job.output.read_bytes().splitlines(keepends=True)[3:]))
+    assert "6 rows before this run" in job.run(2)
+    assert job.rows() == alone.rows()
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])

@@ -35,12 +35,14 @@ class Completer(ABC):
     Attributes:
         predicted_s: predicted seconds for the prompts completed so far.
         sizes: batch and cache sizes, kept for a run that resumes the job.
+        num_pages: of the KV cache; 0 if it has none.
     """
 
     def __init__(self, stats: Callable[[], RunStats], close: Callable[[], None]) -> None:
         self.stats, self.close = stats, close
         self.predicted_s = 0.0
         self.sizes: dict[str, int | str] = {}
+        self.num_pages = 0
         self._load = Load()
 
     def load(self) -> Load:
@@ -104,6 +106,7 @@ class RaggedCompleter(Completer):
             "kv_page_size": budget.page_size,
             "kv_cache_memory": budget.kv_bytes,
         }
+        self.num_pages = budget.num_pages
 
     def load(self) -> Load:
         llm = self._llm

@@ -181,9 +181,10 @@ class ExecutionMode:
         assert self.completer is not None
         begin_s, meter, num_rows = time.monotonic(), self._meter, len(prompts)
         if not self.computing_s:
-            taking = f" ({duration(meter.predicted_row_s * num_rows)})" if meter.predicted_row_s else ""
+            num_begun = min(num_rows * self.num_shares, meter.num_rows)  # each group has a batch of its own
+            taking = f" ({duration(meter.predicted_row_s * num_begun)})" if meter.predicted_row_s else ""
             fewer = "; written rows are not" if self._request.only_missing else "; written rows are kept"
-            meter.note(f"if stopped, at most {num_rows:,} rows are computed again{taking}{fewer}")
+            meter.note(f"if stopped, at most {num_begun:,} rows are computed again{taking}{fewer}")
         meter.begin_batch(len(missing), num_rows)
         if num_again := num_rows - len(missing):
             meter.note(

@@ -25,6 +25,7 @@ from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.manifest import Manifest
+from zinfer.jobs.messages import Ready
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, RowWriter
 from zinfer.jobs.peer_worker import PeerWorker
@@ -281,7 +282,7 @@ class _Job:
         peers.open(prompts, sizes, mesh)
         mode.num_shares = mesh.num_shares
         completer = mode.load(prompts, sizes, mesh.stated)
-        peers.wait_ready(completer.sizes)
+        peers.wait_ready(Ready(completer.sizes, completer.num_pages))
         self._meter.load = lambda: completer.load().with_ranks(peers.loads())
         return completer
 

@@ -31,9 +31,10 @@ class Open:
 
 @dataclass(frozen=True)
 class Ready:
-    """From a rank: its model is loaded, with these sizes of its own."""
+    """From a rank: its model is loaded, with these sizes of its own, and so many pages in its KV cache."""
 
     sizes: Sizes
+    num_pages: int
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from zinfer.jobs.messages import Hello, Left
+from zinfer.jobs.messages import Hello, Left, Ready
 from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.offload.stats import RunStats
-from zinfer.planning.job_sizes import Sizes
 from zinfer.ranks.sockets import end_link
 
 _LEAVE_S: Final = 2.0
@@ -27,7 +26,7 @@ class Peer:
     def __init__(self, rank: int, host: str, link: Connection) -> None:
         self.rank, self.name, self.link = rank, f"rank {rank} on {host}", link
         self.hello: Hello | None = None
-        self.sizes: Sizes | None = None
+        self.ready: Ready | None = None
         self.load = Load()
         self.prompts: tuple[Prompt, ...] = ()
         self.missing: Mapping[int, int] = {}

@@ -121,7 +121,7 @@ class PeerWorker:
             match self._next():
                 case Open() as message:
                     completer = self._load(checkpoint, message)
-                    self._send(Ready(completer.sizes))
+                    self._send(Ready(completer.sizes, completer.num_pages))
                     threading.Thread(target=self._count, args=(completer,), name="zinfer-news", daemon=True).start()
                 case Begin():
                     self._answers = True

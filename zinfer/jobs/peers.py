@@ -31,7 +31,14 @@ from zinfer.units import name_values
 
 _GRACE_S: Final = 2.0  # for news of the rank that failed first, if others fail with it
 _LATE_GRACE_S: Final = 0.2
+_BYTES: Final = "kv_cache_memory"
 _AGAIN: Final = "run the same command again to go on"
+
+
+def _passes(ready: Ready) -> Sizes:
+    """Return what decides a rank's passes: of its KV cache the pages, whatever they take."""
+    sizes = {name: size for name, size in ready.sizes.items() if name != _BYTES}
+    return {**sizes, "pages of the KV cache": ready.num_pages}
 
 
 class Peers:
@@ -84,7 +91,10 @@ class Peers:
                 raise UnusableInput(f"{peer.name} runs {theirs}, rank 0 {ours}; install the same on all hosts")
 
     def open(self, prompts: Sequence[Prompt], sizes: Sizes, mesh: Mesh) -> None:
-        """Let all ranks load the model, while this one does."""
+        """Let all ranks load the model, while this one does.
+
+        Parts of a model take different bytes for as many pages of its KV cache, so a size in bytes is one rank's alone.
+        """
         first_of = {peer.rank: mesh.ranks_in_step(peer.rank)[0] for peer in self._peers}
         self._leaders = [peer for peer in self._peers if first_of[peer.rank] == peer.rank]
         self._followers = {first: [] for first in (0, *first_of.values())}
@@ -92,21 +102,23 @@ class Peers:
             if peer not in self._leaders:
                 self._followers[first_of[peer.rank]].append(peer)
         self.num_in_step = 1 + len(self._followers[0])
+        if mesh.num_in_step > 1:
+            sizes = {name: size for name, size in sizes.items() if name != _BYTES}
         for peer in self._peers:
             self._send(peer, Open(tuple(prompts), dict(sizes), mesh.stated))
 
-    def wait_ready(self, sizes: Sizes) -> None:
+    def wait_ready(self, own: Ready) -> None:
         """Wait until all ranks have loaded the model.
 
         Raises:
             JobError: a rank chose other sizes, which would change the bytes of its rows.
             OtherRankFailed: a rank failed.
         """
-        self._wait(lambda: all(peer.sizes is not None for peer in self._peers))
+        self._wait(lambda: all(peer.ready is not None for peer in self._peers))
         for peer in self._peers:
-            assert peer.sizes is not None
-            if dict(peer.sizes) != dict(sizes):
-                theirs, ours = name_values(peer.sizes), name_values(sizes)
+            assert peer.ready is not None
+            if _passes(peer.ready) != _passes(own):
+                theirs, ours = name_values(_passes(peer.ready)), name_values(_passes(own))
                 raise JobError(
                     f"{peer.name} chose other sizes than rank 0 ({theirs}; {ours}), which would change the rows; state "
                     "them in the config, as zinfer.tokens_per_pass and others"
@@ -235,7 +247,7 @@ class Peers:
             case Hello():
                 peer.hello = message
             case Ready():
-                peer.sizes = message.sizes
+                peer.ready = message
             case Idle():
                 peer.load = message.load
                 self._hand_out(peer)
