@@ -1,6 +1,7 @@
 """DeepSpeed-MII's API: the examples of its README run unchanged but for the import and the model."""
 
 import asyncio
+import pkgutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -75,6 +76,14 @@ def test_keywords_that_cannot_be_used(model: str) -> None:
         mii.pipeline()
     with pytest.raises(ConfigError, match="deployment_name must be of letters"):
         mii.client("..")
+
+
+def test_names_are_not_hidden_by_modules_of_the_same_names() -> None:
+    for found in pkgutil.iter_modules(mii.__path__):
+        assert found.name not in mii.__all__
+    assert dir(mii) == sorted(mii.__all__)
+    for name in mii.__all__:
+        assert callable(getattr(mii, name)), name
 
 
 def test_defaults_are_those_of_mii() -> None:

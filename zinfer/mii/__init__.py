@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from zinfer.mii.batching_engine import BatchingEngine
-    from zinfer.mii.client import MIIClient
     from zinfer.mii.deployment import client, serve
-    from zinfer.mii.pipeline import MIIPipeline, pipeline
+    from zinfer.mii.mii_client import MIIClient
+    from zinfer.mii.mii_pipeline import MIIPipeline, pipeline
     from zinfer.mii.response import GenerationFinishReason, Response
 
 __all__ = [
@@ -22,20 +22,22 @@ __all__ = [
 ]
 _HOMES: Final = {
     "BatchingEngine": "batching_engine",
-    "MIIClient": "client",
+    "MIIClient": "mii_client",
     "client": "deployment",
     "serve": "deployment",
-    "MIIPipeline": "pipeline",
-    "pipeline": "pipeline",
+    "MIIPipeline": "mii_pipeline",
+    "pipeline": "mii_pipeline",
     "GenerationFinishReason": "response",
     "Response": "response",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: torch and transformers take seconds."""
+    """Import on first use: torch and transformers take seconds. No submodule has a public name, or it would hide it."""
     if name in _HOMES:
-        found = getattr(importlib.import_module(f"zinfer.mii.{_HOMES[name]}"), name)
-        globals()[name] = found  # a submodule of the same name would take its place
-        return found
+        return getattr(importlib.import_module(f"zinfer.mii.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'zinfer.mii' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

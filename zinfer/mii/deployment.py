@@ -12,7 +12,7 @@ import httpx2 as httpx
 import psutil
 
 from zinfer.errors import ConfigError
-from zinfer.mii.client import MIIClient
+from zinfer.mii.mii_client import MIIClient
 from zinfer.mii.registry import Deployment, folder_of
 from zinfer.mii.settings import config_of
 
