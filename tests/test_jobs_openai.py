@@ -337,7 +337,7 @@ def test_what_follows_an_encoder_is_a_text_of_its_own(tmp_path: Path) -> None:
 
 
 def test_tokens_keep_blanks_that_a_decoder_drops_and_parts_of_characters_have_no_bytes() -> None:
-    vocabulary = {"</s>": 0, "▁the": 1, "cat": 2, "<0xC3>": 3}
+    vocabulary = {"</s>": 0, "▁the": 1, "cat": 2, "<0xC3>": 3, "<0xA9>": 4}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="</s>"))
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -355,6 +355,10 @@ def test_tokens_keep_blanks_that_a_decoder_drops_and_parts_of_characters_have_no
     assert [each["bytes"] for each in of_chat["content"]] == [list(b" the"), list(b"cat"), None, list(b"</s>")]
     assert of_chat["content"][0]["top_logprobs"][0]["logprob"] == -9999.0
     assert of_text["text_offset"] == [0, 3, 6, 7]
+    pieces = Completion(0, 0, "the\u00e9cat\ufffd", (1, 3, 4, 2, 3), "stop", (logprobs[0],) * 5)
+    choice = responses.completed(Prompt(row, (1,), 1), OpenAIForm(False, None), [pieces])
+    found = choice["response"]["body"]["choices"][0]["logprobs"]
+    assert found["text_offset"] == [0, 3, 3, 4, 7], "of a character of two tokens once"
     shown = Row(id="r", prompt="p", params=SamplingParams(logprobs=1, skip_special_tokens=False))
     completion = Completion(0, 0, "the</s>cat", (1, 0, 2, 0), "stop", logprobs)
     choice = responses.completed(Prompt(shown, (1,), 1), OpenAIForm(False, None), [completion])

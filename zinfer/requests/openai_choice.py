@@ -1,8 +1,7 @@
 """Choices of OpenAI's chat completions and text completions, whole and as chunks of a stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Final
 
 from zinfer.requests.completion import Completion, CompletionDelta
@@ -110,35 +109,54 @@ class OpenAIChoices:
     ) -> dict[str, Any]:
         """Return the logprobs of a choice in the format of `/v1/completions`.
 
-        Offsets index the choice's text and are at most its length; skipped special tokens have no length. They sum the
-        lengths of single tokens, so a character made of several tokens counts once for each.
+        Offsets index the choice's text; skipped special tokens have no length.
         """
-        lengths = [
-            0 if skips_special and token_id in self._special else self._length(token_id, None if place else text)
-            for place, (token_id, _) in enumerate(pairs)
-        ]
-        offsets = list(accumulate(lengths, initial=begin))[:-1]
+        offsets = self._offsets(
+            [token_id for token_id, _ in pairs], text, lambda token_id, _: skips_special and token_id in self._special
+        )
         return {
             "tokens": [self._text(token_id) for token_id, _ in pairs],
             "token_logprobs": [max(each.chosen, _LEAST_LOGPROB) for _, each in pairs],
             "top_logprobs": [self._by_text(*pair) for pair in pairs],
-            "text_offset": [min(offset, begin + len(text)) for offset in offsets],
+            "text_offset": [begin + offset for offset in offsets],
         }
 
     def _echoed(self, echo: Echo, scores: Sequence[Logprobs | None]) -> dict[str, Any]:
         """Return the logprobs of a prompt; a token that is not in the text, such as the first special one, is empty."""
-        texts, offsets, end = [self._text(token_id) for token_id in echo.token_ids], [], 0
-        for token_id, text in zip(echo.token_ids, texts, strict=True):
-            offsets.append(min(end, len(echo.text)))
-            is_hidden = token_id in self._special and not echo.text.startswith(text, end)
-            end += 0 if is_hidden else self._length(token_id, None if end else echo.text)
+        offsets = self._offsets(
+            echo.token_ids,
+            echo.text,
+            lambda token_id, end: token_id in self._special and not echo.text.startswith(self._text(token_id), end),
+        )
         pairs = list(zip(echo.token_ids, scores, strict=True))
         return {
-            "tokens": texts,
+            "tokens": [self._text(token_id) for token_id in echo.token_ids],
             "token_logprobs": [None if each is None else max(each.chosen, _LEAST_LOGPROB) for each in scores],
             "top_logprobs": [None if each is None else self._by_text(token_id, each) for token_id, each in pairs],
             "text_offset": offsets,
         }
+
+    def _offsets(self, token_ids: Sequence[int], text: str, is_hidden: Callable[[int, int], bool]) -> list[int]:
+        """Return where each token begins in their text, at most its length; all tokens of a character where that does.
+
+        Args:
+            is_hidden: whether a token, at this offset, is not in the text.
+        """
+        offsets, end = [], 0
+        parts: list[int] = []  # of a character
+        for token_id in token_ids:
+            if _REPLACEMENT in self._text(token_id):
+                offsets.append(end)
+                parts.append(token_id)
+                if not (decoded := self._decode(parts)).endswith(_REPLACEMENT):
+                    end, parts = end + len(decoded), []
+                continue
+            if parts:
+                end, parts = end + len(self._decode(parts)), []
+            offsets.append(end)
+            if not is_hidden(token_id, end):
+                end += self._length(token_id, None if end else text)
+        return [min(offset, len(text)) for offset in offsets]
 
     def _by_id(self, token_id: int, each: Logprobs) -> dict[str, Any]:
         found = {
