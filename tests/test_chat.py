@@ -134,6 +134,14 @@ def test_lines_of_a_pipe_are_questions(server: Server, llm: LLM) -> None:
     assert done.stdout == "".join(f"{said(llm, ('user', each))}\n" for each in ("hello", "more"))
 
 
+def test_a_line_of_a_pipe_that_is_no_text_is_named(server: Server) -> None:
+    words = ["chat", "--url", server.url, "--api-key", KEY, *GREEDY]
+    done = subprocess.run([sys.executable, "-m", "zinfer", *words], input=b"hello\nab\xff\n", capture_output=True)
+    assert done.returncode == 2
+    assert b"line 2, byte 3 of the input is not UTF-8" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -128,6 +128,7 @@ def test_two_ranks_share_a_replica_behind_tls(model: Path, tmp_path: Path) -> No
         (["--ssl-keyfile", "key.pem"], "--ssl-certfile and --ssl-keyfile go together"),
         (["--config", "bad.json"], "unknown"),
         (["--host", "192.0.2.1"], "192.0.2.1"),
+        (["--api-key", "a", "--api-key", " "], "--api-key is empty"),
     ],
 )
 def test_settings_that_do_not_work_end_the_command(model: Path, tmp_path: Path, options: list[str], words: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from zinfer.errors import ConfigError
+
 
 class Terminal:
     """Where a person talks with a model.
@@ -21,12 +23,22 @@ class Terminal:
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._out, self._notes = Console(highlight=False), Console(stderr=True, highlight=False)
         self._session = _session() if self.is_interactive else None
+        self._num_lines = 0
 
     async def read(self) -> str | None:
-        """Return the next question or command; None: there are no more."""
+        """Return the next question or command; None: there are no more.
+
+        Raises:
+            ConfigError: a line of a pipe is not UTF-8.
+        """
         if self._session is None:
-            line = await asyncio.to_thread(sys.stdin.readline)
-            return line.rstrip("\n") if line else None
+            line = await asyncio.to_thread(sys.stdin.buffer.readline)
+            self._num_lines += 1
+            try:
+                return line.decode().rstrip("\n") if line else None
+            except UnicodeDecodeError as error:
+                place = f"line {self._num_lines}, byte {error.start + 1}"
+                raise ConfigError(f"{place} of the input is not UTF-8; convert it, with iconv for instance") from error
         while True:
             try:
                 text: str = await self._session.prompt_async("> ", handle_sigint=False)

@@ -109,6 +109,8 @@ def serve(
             ranks = 1
         words += [] if ranks is None else ["--ranks", str(ranks)]
         words += [word for key, value in stated.items() for word in (f"--{key.replace('_', '-')}", value)]
+        if not all(map(str.strip, api_key or ())):
+            raise ConfigError("--api-key is empty, and would let everybody in; give a key, or leave it out")
         options = ServerOptions(
             served_model_name or [model.resolve().name],
             host,

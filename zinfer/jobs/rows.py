@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.openai_batch import OpenAIForm, read_request
@@ -36,7 +36,9 @@ class Row(BaseModel):
     id: RowId
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
-    prompt_token_ids: Annotated[tuple[int, ...] | None, BeforeValidator(as_tuple)] = None
+    prompt_token_ids: Annotated[
+        tuple[int, ...] | None, BeforeValidator(as_tuple), Field(description="a list of token ids, whole numbers")
+    ] = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     params: SamplingParams = SamplingParams()
