@@ -315,6 +315,7 @@ def test_the_command_lists_and_chooses(tmp_path: Path) -> None:
         (("--ranks", "3", "--nodes", "2"), "--ranks 3 do not divide among --nodes 2"),
         (("--ranks", "16", "--parallel", "pipeline=16"), "a LlamaForCausalLM of 14 layers has only that many stages"),
         (("--ranks", "2", "--parallel", "expert=2"), "zinfer.parallel.expert (ep_size) = 2: a LlamaForCausalLM has no"),
+        (("--ranks", "7", "--parallel", "tensor=7"), "tensor_parallel.tp_size = 7 does not divide"),
         (("--ranks", "2", "--parallel", "zero"), "--parallel = 'zero': expected sizes of modes, such as replicas=2"),
         (("--ranks", "2", "--parallel", "zero=3"), 'zinfer.parallel = {"zero": 3} needs 3 ranks, and there are 2'),
         (("--ranks", "2", "--parallel", "zeros=2"), "unknown key parallel.zeros; did you mean parallel.zero?"),

@@ -88,9 +88,12 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
     """Compare the meshes of these ranks, and choose the stated one or the fastest.
 
     Raises:
-        ConfigError: the ranks do not divide among the hosts, or the stated sizes do not multiply to their number.
+        ConfigError: the ranks do not divide among the hosts, the stated sizes do not multiply to their number, or the
+            model's layers cannot be divided so.
     """
     with importing():
+        from zinfer.model.sharding.cut import Shard
+        from zinfer.model.sharding.sharding import Sharding
         from zinfer.planning.memory import Request
         from zinfer.planning.mesh_plan import (
             batch_planner,
@@ -111,6 +114,9 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
     hosts = [str(rank * num_hosts // num_ranks) for rank in range(num_ranks)]
     stated = vars(case.settings.parallel)
     mesh, several = Mesh.of(stated, hosts), []
+    if mesh.num_dividing > 1:
+        shard = Shard(0, mesh.num_dividing, mesh.expert)
+        Sharding.of(case.outline.tree, shard, stated=case.settings.tensor_parallel)  # raises as the ranks would
     if num_ranks > 1:
         planner = batch_planner(work) if isinstance(work, Request) else job_planner(work, is_rough=True)
         yielding = expert_meshes_of, pipeline_meshes_of
