@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from commands import start
 from guide_blocks import GUIDE, blocks_of
 from jobs_support import letters_model
 from openai_support import HI, chat, text
@@ -165,6 +166,47 @@ def lines_of(client: openai.OpenAI, name: str) -> list[bytes]:
 
 def num_done(client: openai.OpenAI, names: list[str]) -> int:
     return sum(client.batches.retrieve(name).request_counts.completed for name in names)
+
+
+def refusal(model: Path, folder: Path, files: str) -> str:
+    """What a server says that may not use the folder of files, and ends with exit code 2."""
+    process = start(["serve", "--model", model, "--device", "cpu", "--port", "0", "--files", files], folder, warm=True)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2, said
+    return said
+
+
+def test_a_folder_of_files_is_one_servers(model: Path, tmp_path: Path) -> None:
+    """Also for a server that is killed; its replicas share the folder."""
+    (tmp_path / "link").symlink_to("kept")
+    used = "zinfer: error: --files {} is used by another server; give another --files, or end that server\n"
+    rows = [text(f"row-{number}", max_tokens=20, **ENDLESS) for number in range(100)]
+    with serving(model, tmp_path, "--files", "kept", "--replicas", "2") as server:
+        name = begin(server.client(), rows)
+        for files in ("kept", "link"):
+            assert refusal(model, tmp_path, files) == used.format(files)
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait(timeout=30)
+    with serving(model, tmp_path, "--files", "kept") as server:
+        assert len(lines_of(server.client(), name)) == 100
+    with serving(model, tmp_path, "--files", "kept") as server:
+        assert server.client().batches.retrieve(name).status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ("README.md", "--files README.md is not a folder; give another --files"),
+        ("README.md/kept", "--files README.md/kept cannot be used: Not a directory (errno 20); give another --files, "),
+        ("nowhere", "--files nowhere cannot be used: File exists (errno 17); give another --files, "),
+    ],
+)
+def test_what_is_no_folder_of_files_is_refused(model: Path, tmp_path: Path, files: str, words: str) -> None:
+    (tmp_path / "README.md").touch()
+    (tmp_path / "nowhere").symlink_to("missing/folder")
+    said = refusal(model, tmp_path, files)
+    assert said.startswith(f"zinfer: error: {words}")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])

@@ -6,7 +6,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,7 @@ from typing import Any, Final
 import uvicorn
 import uvloop
 
+from zinfer.serve import files_folder
 from zinfer.serve.app import MOST_BODY_BYTES, MOST_FILE_BYTES, make_app
 from zinfer.serve.http_protocol import bounded_protocol
 from zinfer.serve.replica import Replica
@@ -84,11 +85,13 @@ def serve(
         say: told where the server listens, once it does.
 
     Raises:
+        ConfigError: the folder of files cannot be used, or another server uses it.
         ConfigError, JobError: a replica did not start.
         OSError: the address cannot be used.
     """
     _raise_file_limit()
-    with TemporaryDirectory(prefix="zinfer-serve-") as folder:
+    own = nullcontext() if options.folder is None else files_folder.locked(options.folder)
+    with own, TemporaryDirectory(prefix="zinfer-serve-") as folder:
         replicas = [Replica(index, command, Path(folder)) for index, command in enumerate(commands)]
         # asyncio's own loop leaves Nagle's algorithm on here: a body waits 40 ms for its head's acknowledgement.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

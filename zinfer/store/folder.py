@@ -1,6 +1,5 @@
 """The folder that a store is written into: new, empty, or with the same store unfinished; locked by one process."""
 
-import errno
 import fcntl
 import logging
 import os
@@ -14,6 +13,7 @@ from typing import Final
 from zinfer.checkpoint.faults import listed
 from zinfer.errors import ConfigError
 from zinfer.nvme import whole_file
+from zinfer.nvme.file_lock import try_lock
 from zinfer.quantization.native.identity import Identity
 from zinfer.quantization.native.manifest import MANIFEST_NAME, Manifest
 
@@ -99,14 +99,14 @@ def locked(folder: Path, caller: Caller = COMMAND) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_NAME).open("ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = try_lock(file)
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                reason = f"{error.strerror}; give another {caller.option}, on a file system with locks"
-                raise OSError(error.errno, reason, str(folder / LOCK_NAME)) from error
+            reason = f"{error.strerror}; give another {caller.option}, on a file system with locks"
+            raise OSError(error.errno, reason, str(folder / LOCK_NAME)) from error
+        if not is_locked:
             if not caller.waits:
                 what = "is being written by another process; wait for it or end it"
-                raise ConfigError(f"{caller.subject} {folder} {what}") from error
+                raise ConfigError(f"{caller.subject} {folder} {what}")
             log.warning("%s %s is being written by another process; waiting for it", caller.subject, folder)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
