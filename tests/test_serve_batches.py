@@ -84,6 +84,28 @@ def test_a_batch_gives_each_row_its_answer(client: openai.OpenAI) -> None:
         client.files.retrieve(names[0])
 
 
+def test_rows_for_another_model_get_what_the_routes_answer(client: openai.OpenAI) -> None:
+    models = {"none": {}, "own": {"model": "letters"}, "other": {"model": "nope"}, "empty": {"model": ""}}
+    rows = [text(name, max_tokens=2, **named) for name, named in models.items()]
+    batch = ended(client, begin(client, [*rows, text("bad", model="nope", temperature=-1)]))
+    assert batch.status == "completed", batch.errors
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (5, 2, 3)
+    found, errors = rows_of(client, batch.output_file_id), rows_of(client, batch.error_file_id)
+    assert {name: row["response"]["body"]["model"] for name, row in found.items()} == dict.fromkeys(
+        ("none", "own"), "letters"
+    )
+    assert errors.pop("bad")["response"]["status_code"] == 400
+    for line, name in ((3, "other"), (4, "empty")):
+        with pytest.raises(openai.NotFoundError) as refused:
+            client.completions.create(model=models[name]["model"], prompt="a")
+        response = errors.pop(name)["response"]
+        assert response["status_code"] == refused.value.status_code == 404
+        error: Any = refused.value.body
+        assert error["message"] == f"model {models[name]['model']!r} does not exist here; use 'letters'"
+        assert response["body"]["error"] == {**error, "message": f"line {line}: {error['message']}"}
+    assert not errors
+
+
 def test_the_guides_batch(
     client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +239,8 @@ def test_a_killed_server_goes_on_with_its_batches(model: Path, tmp_path: Path, n
         [text(f"{kind}-{number}", prompt=f"a{number}", max_tokens=1 + number % 50, **ENDLESS) for number in range(num)]
         for kind, num in (("row", 150), ("other", 50))
     ]
+    for rows in several:
+        rows.insert(0, text("refused", model="nope"))  # its error is read again
     wanted, pairs = list[list[bytes]](), list[list[str]]()
     for _ in range(num_kills):
         with serving(model, tmp_path, "--files", "kept") as server:

@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from zinfer.jobs.openai_batch import OpenAIForm
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.rows import RowId, id_key
+from zinfer.jobs.rows import Fault, RowId, id_key
 from zinfer.requests.completion import Completion
 from zinfer.requests.openai_choice import Echo, OpenAIChoices, usage
 from zinfer.requests.tool_formats import tool_format_of
 from zinfer.requests.tool_parser import ids_of, open_parser, with_calls
+
+_KINDS: Final = {400: "invalid_request_error", 404: "not_found_error", 500: "server_error"}
+"""OpenAI's words for errors, by status: an invalid request, another model's name, a failure of the model."""
 
 
 class OpenAIResponses:
@@ -63,10 +66,10 @@ class OpenAIResponses:
         return with_calls(choice, open_parser(use, written, text, hidden, ids))
 
 
-def error_response(row_id: RowId, status: int, message: str) -> dict[str, Any]:
-    """Return the row of an invalid request (status 400), or of one on which the model failed (500)."""
-    kind = "invalid_request_error" if status == 400 else "server_error"
-    return _row(row_id, status, {"error": {"message": message, "type": kind, "param": None, "code": None}})
+def error_response(row_id: RowId, message: str, fault: Fault) -> dict[str, Any]:
+    """Return the row of a request that got no completion."""
+    error = {"message": message, "type": _KINDS[fault.status], "param": fault.param, "code": fault.code}
+    return _row(row_id, fault.status, {"error": error})
 
 
 def read_response(record: Mapping[str, Any]) -> tuple[str, bool]:
@@ -78,7 +81,7 @@ def read_response(record: Mapping[str, Any]) -> tuple[str, bool]:
     match record:
         case {"custom_id": str(custom_id), "response": {"status_code": 200, "body": {"choices": [_, *_]}}}:
             return custom_id, False
-        case {"custom_id": str(custom_id), "response": {"status_code": 400 | 500, "body": {"error": {}}}}:
+        case {"custom_id": str(custom_id), "response": {"status_code": 400 | 404 | 500, "body": {"error": {}}}}:
             return custom_id, True
     raise ValueError("neither a completion nor an error")
 

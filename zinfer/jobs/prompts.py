@@ -6,7 +6,7 @@ same rows, so a job that was killed and resumed writes the same bytes as an unin
 
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -51,13 +51,20 @@ class PromptReader:
     Args:
         max_new_tokens: default for rows that do not set it.
         generates: whether the job generates tokens.
+        check: returns the error of a valid row, from its line, that is not to be computed; else None.
     """
 
     def __init__(
-        self, encoder: PromptEncoder, index: RowIndex, max_new_tokens: int | None = None, *, generates: bool = True
+        self,
+        encoder: PromptEncoder,
+        index: RowIndex,
+        max_new_tokens: int | None = None,
+        *,
+        generates: bool = True,
+        check: Callable[[Row, int], BadRow | None] = lambda row, line_number: None,
     ) -> None:
         self.index = index
-        self._encoder = encoder
+        self._encoder, self._check = encoder, check
         self._max_new_tokens, self._generates = max_new_tokens, generates
 
     def read(self, line: Line) -> Prompt | BadRow:
@@ -66,6 +73,8 @@ class PromptReader:
         row = row_of(parsed, self.index.id_of(parsed), self._max_new_tokens)
         if isinstance(row, BadRow):
             return row
+        if (refused := self._check(row, line.number)) is not None:
+            return refused
         prompt = encoded(row, line.number, self._encoder)
         if self._generates or isinstance(prompt, BadRow):
             return prompt

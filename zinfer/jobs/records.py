@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from zinfer.jobs.openai_response import OpenAIResponses, error_response, read_response
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.rows import BadRow, RowId, RowState
+from zinfer.jobs.rows import BadRow, Fault, RowId, RowState
 from zinfer.requests.completion import Completion
 from zinfer.requests.logprobs import Logprobs
 
@@ -61,7 +61,9 @@ class Records:
         ordinals: dict[int, int] = {}
         for ordinal, item in missing:
             if isinstance(item, BadRow):
-                record = error_response(item.id, 400, item.message) if item.is_openai else _error(item.id, item.message)
+                record = _error(item.id, item.message)
+                if item.is_openai:
+                    record = error_response(item.id, item.message, item.fault)
                 with self._lock:
                     self._fail(ordinal, record, "malformed" if item.is_malformed else _reason(item.message))
             else:
@@ -79,7 +81,7 @@ class Records:
         errors = [each.error for each in parts if each.error is not None]
         if errors:
             message = f"line {prompt.line}: {errors[0]}"
-            record = _error(row_id, message) if form is None else error_response(row_id, 500, message)
+            record = _error(row_id, message) if form is None else error_response(row_id, message, Fault(500))
             self._fail(ordinal, record, _reason(errors[0]))
             return
         if isinstance(answer, Encoding):

@@ -78,9 +78,18 @@ class Row(BaseModel):
         form = self.openai
         return form is not None and (self.params.logprobs is not None or form.echoes or form.tools is not None)
 
-    def bad(self, line_number: int, problem: str) -> "BadRow":
-        """Return the error row for a problem found later."""
-        return BadRow(self.id, f"line {line_number}: {problem}", self.openai is not None)
+    def bad(self, line_number: int, problem: str, fault: "Fault | None" = None) -> "BadRow":
+        """Return the error row for a problem found later; ``fault``: unless it is an invalid request."""
+        return BadRow(self.id, f"line {line_number}: {problem}", self.openai is not None, fault=fault or Fault())
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How a row in the OpenAI format tells an error: its response's status, the field, and OpenAI's word for it."""
+
+    status: int = 400
+    param: str | None = None
+    code: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,7 @@ class BadRow:
     message: str
     is_openai: bool = False
     is_malformed: bool = False
+    fault: Fault = Fault()
 
 
 class RowState(IntEnum):

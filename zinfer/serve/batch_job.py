@@ -20,10 +20,10 @@ from zinfer.jobs.output import OutputFile, RowWriter
 from zinfer.jobs.prompts import BatchCutter, Prompt, PromptReader, prefetch_iter
 from zinfer.jobs.records import Records
 from zinfer.jobs.request import UnusableInput
-from zinfer.jobs.rows import RowState, parse_line
+from zinfer.jobs.rows import BadRow, Fault, Row, RowState, parse_line
 from zinfer.jobs.versions import software
 from zinfer.requests.completion import Completion
-from zinfer.serve.errors import RequestFailed
+from zinfer.serve.errors import ApiError, RequestFailed
 from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
 
@@ -82,7 +82,7 @@ class BatchJob:
         with closing(service.prompts.new_encoder(tokenizer)) as encoder, closing(OutputFile(self._output)) as out:
             encoder.now = self._began
             self._begin(out, index)
-            reader = PromptReader(encoder, index)
+            reader = PromptReader(encoder, index, check=self._check_model)
             responses = OpenAIResponses(self._began, service.names[0], deepcopy(tokenizer))
             cutter = BatchCutter(reader, self._states, _ROWS_READ, only_missing=True)
             with (
@@ -125,6 +125,15 @@ class BatchJob:
                 raise UnusableInput(f"line {line.number}: {parsed.problem or 'there is no custom_id'}")
             if url != self._url:
                 raise UnusableInput(f"line {line.number}: its url is {url!r:.60}, and the batch's is {self._url!r}")
+
+    def _check_model(self, row: Row, line_number: int) -> BadRow | None:
+        """Return the error of a row for another model, which the routes would give it."""
+        assert row.openai is not None
+        try:
+            self._service.check_model(row.openai.model)
+        except ApiError as error:
+            return row.bad(line_number, error.message, Fault(error.status, error.param, error.code))
+        return None
 
     def _completed(self, prompts: Iterator[tuple[int, Prompt]], loop: asyncio.AbstractEventLoop) -> Iterator[_Done]:
         """Yield prompts with their results as they finish; a limited number is under way."""
