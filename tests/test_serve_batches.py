@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,9 @@ def client(server: Server) -> openai.OpenAI:
     return server.client()
 
 
-def begin(client: openai.OpenAI, rows: list[dict[str, Any]], endpoint: Any = "/v1/completions") -> str:
-    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+def begin(client: openai.OpenAI, rows: Sequence[dict[str, Any] | bytes], endpoint: Any = "/v1/completions") -> str:
+    """Begin a batch of rows, of which those of bytes stand in the file as they are."""
+    data = b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
     file = client.files.create(file=("in.jsonl", io.BytesIO(data)), purpose="batch")
     assert file.bytes == len(data)
     return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h").id
@@ -142,18 +143,58 @@ def test_chats_are_answered_while_a_batch_runs(server: Server, client: openai.Op
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("rows", "line", "words"),
     [
-        ([], "holds no row"),
-        ([{"id": 1, "prompt": "a"}], "line 1: there is no custom_id"),
-        ([text("a"), chat("b")], "line 2: its url is '/v1/chat/completions', and the batch's is '/v1/completions'"),
-        ([text("a"), text("a")], "'a'"),
+        ([], None, "input FILE holds no row; give one JSON object a line"),
+        ([{"id": 1, "prompt": "a"}], 1, "line 1: there is no custom_id"),
+        ([text("a"), {**text("b"), "custom_id": 5}], 2, "line 2: custom_id must be a string, not 5"),
+        ([text("a"), b'"b"'], 2, "line 2: not a JSON object but 'b'"),
+        ([text("a"), b"b"], 2, "line 2: not JSON: Expecting value at column 1"),
+        ([text("a"), chat("b")], 2, "line 2: its url is '/v1/chat/completions', and the batch's is '/v1/completions'"),
+        ([{**text("a"), "url": None}], 1, "line 1: its url is None, and the batch's is '/v1/completions'"),
+        (
+            [text("a"), text("b"), text("c"), text("b"), text("a")],
+            4,
+            "input FILE: every row needs an id of its own; lines 2 and 4 both have the custom_id 'b'; "
+            "lines 1 and 5 both have the custom_id 'a'",
+        ),
     ],
 )
-def test_inputs_that_are_no_batch_fail(client: openai.OpenAI, rows: list[dict[str, Any]], words: str) -> None:
+def test_inputs_that_are_no_batch_fail(
+    client: openai.OpenAI, rows: list[dict[str, Any] | bytes], line: int | None, words: str
+) -> None:
     batch = ended(client, begin(client, rows))
     assert batch.status == "failed"
-    assert words in batch.errors.data[0].message
+    (error,) = batch.errors.data
+    assert error.message == words.replace("FILE", batch.input_file_id)
+    assert error.line == line
+
+
+def test_other_faults_fail_only_their_row(client: openai.OpenAI) -> None:
+    faults = [
+        text("field", temperture=1),
+        {**text("method"), "method": "GET"},
+        {**text("beside"), "priority": 1},
+        text("long", prompt="a" * 100_000),
+    ]
+    batch = ended(client, begin(client, [*faults, text("good")]))
+    assert batch.status == "completed", batch.errors
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 4)
+    errors = rows_of(client, batch.error_file_id)
+    assert set(errors) == {row["custom_id"] for row in faults}
+    statuses = {name: row["response"]["status_code"] for name, row in errors.items()}
+    assert statuses == {"field": 400, "method": 400, "beside": 400, "long": 400}
+
+
+def test_failures_of_the_disk_tell_no_folders(client: openai.OpenAI, folder: Path) -> None:
+    rows = folder / "kept" / "batches" / "rows"
+    rows.rename(rows.with_name("away"))
+    batch = ended(client, begin(client, [text("a")]))
+    rows.with_name("away").rename(rows)
+    assert batch.status == "failed"
+    (error,) = batch.errors.data
+    assert error.message.startswith(f"output {batch.id}.jsonl cannot be written: No such file or directory (errno 2)")
+    assert error.line is None
 
 
 def test_what_cannot_be_stored_or_begun_is_refused(client: openai.OpenAI, server: Server) -> None:

@@ -135,6 +135,7 @@ def _resolved(index: RowIndex, shared: set[int]) -> RowIndex:
     path, keys_N = index.path, index.keys.copy()
     first: dict[int, Parsed] = {}
     duplicates: list[str] = []
+    first_line: int | None = None
     renamed: dict[int, str] = {}
     for ordinal, line in enumerate(index.lines()):
         parsed = parse_line(line)
@@ -146,13 +147,15 @@ def _resolved(index: RowIndex, shared: set[int]) -> RowIndex:
             keys_N[ordinal] = id_key(renamed[line.number])
         elif key in first:
             duplicates.append(_describe(first[key], parsed))
+            first_line = first_line or line.number
             if len(duplicates) == _MAX_DUPLICATES_NAMED:
                 duplicates[-1] += " (and perhaps more)"
                 break
         else:
-            first[key] = Parsed(line.number, own_id=parsed.own_id)
+            # Not the record, which may be large; of it only what tells the format.
+            first[key] = Parsed(line.number, {"custom_id": ""} if parsed.is_openai else {}, own_id=parsed.own_id)
     if duplicates:
-        raise UnusableInput(f"input {path}: every row needs an id of its own; {'; '.join(duplicates)}")
+        raise UnusableInput(f"input {path}: every row needs an id of its own; {'; '.join(duplicates)}", first_line)
     if _shared_keys(keys_N):
         raise UnusableInput(f"input {path}: ids of the form 'line N' clash with the names given to unreadable lines")
     return replace(index, keys=keys_N, order=np.argsort(keys_N, kind="stable"), renamed=renamed)
@@ -160,6 +163,7 @@ def _resolved(index: RowIndex, shared: set[int]) -> RowIndex:
 
 def _describe(one: Parsed, other: Parsed) -> str:
     if one.own_id is not None and other.own_id is not None:
-        return f"lines {one.line} and {other.line} both have the id {one.id!r}"
+        name = "custom_id" if one.is_openai and other.is_openai else "id"
+        return f"lines {one.line} and {other.line} both have the {name} {one.id!r}"
     own, bare = (other, one) if one.own_id is None else (one, other)
     return f"line {own.line} has the id {own.id!r}, which is the line number of line {bare.line} that has no id"

@@ -17,7 +17,15 @@ class OtherRankFailed(JobError):
 
 
 class UnusableInput(JobError):
-    """Raised before any compute if a job's input, output or settings cannot be used."""
+    """Raised before any compute if a job's input, output or settings cannot be used.
+
+    Args:
+        line: of the input, the first that cannot stay as it is; None if the fault lies in no line.
+    """
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 class Task(StrEnum):

@@ -68,6 +68,7 @@ def make_app(
     app.include_router(score_routes(service))
     app.include_router(embedding_routes(service))
     if folder is not None:
+        folder = folder.absolute()  # as messages name it, whose folders clients are not told
         files = FileStore(folder / "files")
         batches = Batches(folder / "batches", service, files)
         service.metrics.add(BatchMetrics(service.names[0], batches.progress))

@@ -122,9 +122,12 @@ class BatchJob:
             parsed = parse_line(line)
             url = None if parsed.record is None else parsed.record.get("url")
             if not parsed.is_openai:
-                raise UnusableInput(f"line {line.number}: {parsed.problem or 'there is no custom_id'}")
-            if url != self._url:
-                raise UnusableInput(f"line {line.number}: its url is {url!r:.60}, and the batch's is {self._url!r}")
+                problem = parsed.problem or "there is no custom_id"
+            elif url != self._url:
+                problem = f"its url is {url!r:.60}, and the batch's is {self._url!r}"
+            else:
+                continue
+            raise UnusableInput(f"line {line.number}: {problem}", line.number)
 
     def _check_model(self, row: Row, line_number: int) -> BadRow | None:
         """Return the error of a row for another model, which the routes would give it."""

@@ -157,11 +157,19 @@ class Batches:
         except Exception as error:  # the batch tells it, and the next one begins
             is_known = isinstance(error, UnusableInput | JobError | ApiError | OSError)
             log.warning("batch %s failed: %s", batch.id, error, exc_info=None if is_known else error)
-            problem = {"code": "invalid_batch", "message": str(error), "param": None, "line": None}
+            line = error.line if isinstance(error, UnusableInput) else None
+            problem = {"code": "invalid_batch", "message": self._told(error), "param": None, "line": line}
             batch.errors = {"object": "list", "data": [problem]}
             self._set(batch, "failed")
         finally:
             self._job = None
+
+    def _told(self, error: Exception) -> str:
+        """Return the message of an error for clients: files have their names there, and not the server's folders."""
+        message = str(error)
+        for folder in (self._files.folder, self._folder / "rows", self._folder):
+            message = message.replace(f"{folder}/", "")
+        return message
 
     async def _run_until(self, job: BatchJob, expires_at: int) -> None:
         loop = asyncio.get_running_loop()

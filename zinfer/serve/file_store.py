@@ -37,10 +37,13 @@ class FileStore:
 
     Args:
         folder: made if it is missing.
+
+    Attributes:
+        folder: the same.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         found = [StoredFile.model_validate_json(path.read_bytes()) for path in folder.glob("file-*.json")]
         self._files = {each.id: each for each in sorted(found, key=lambda each: (each.created_at, each.id))}
@@ -51,7 +54,7 @@ class FileStore:
     async def add(self, chunks: AsyncIterator[bytes], filename: str, purpose: str) -> StoredFile:
         """Store a file. Raises OSError if it cannot be written; nothing of it is left then."""
         name = f"file-{ordered_name()}"
-        path, num_bytes = self._folder / name, 0
+        path, num_bytes = self.folder / name, 0
         try:
             async with aiofiles.open(path, "xb") as file:
                 async for chunk in chunks:
@@ -64,7 +67,7 @@ class FileStore:
     def adopt(self, source: Path, name: str, filename: str, purpose: str) -> StoredFile:
         """Take over a file of the same file system, which is moved here, in place of one of the same name."""
         num_bytes = source.stat().st_size
-        source.replace(self._folder / name)
+        source.replace(self.folder / name)
         return self._note(name, num_bytes, filename, purpose)
 
     def get(self, name: str) -> StoredFile:
@@ -75,7 +78,7 @@ class FileStore:
 
     def path(self, name: str) -> Path:
         """Return the path of a file's bytes. Raises as `get`."""
-        return self._folder / self.get(name).id
+        return self.folder / self.get(name).id
 
     def list(self, keep: Callable[[StoredFile], bool] = lambda file: True) -> "list[StoredFile]":
         """Return the files that ``keep`` chooses, the newest first."""
@@ -90,7 +93,7 @@ class FileStore:
 
     def _note(self, name: str, num_bytes: int, filename: str, purpose: str) -> StoredFile:
         stored = StoredFile(id=name, bytes=num_bytes, created_at=int(time.time()), filename=filename, purpose=purpose)
-        sync_folder(self._folder)
-        replace_file(self._folder / f"{name}.json", stored.model_dump_json())
+        sync_folder(self.folder)
+        replace_file(self.folder / f"{name}.json", stored.model_dump_json())
         self._files[name] = stored
         return stored
