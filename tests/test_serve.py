@@ -201,6 +201,16 @@ def test_an_echo_begins_each_choice_with_its_prompt(client: openai.OpenAI, alone
     assert texts == [each.text for each in found.choices]
 
 
+def test_an_echo_has_no_logprobs_unless_they_are_asked_for(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "letters", "prompt": "ab", "echo": True, "temperature": 0}
+    for most in ({"max_tokens": 0}, {"max_tokens": 2}, {"extra_body": {"max_completion_tokens": 0}}):
+        whole = client.completions.create(**options, **most)
+        chunks = list(client.completions.create(**options, **most, stream=True))
+        assert "".join(each.choices[0].text for each in chunks) == whole.choices[0].text
+        assert whole.choices[0].text.startswith("ab")
+        assert [each.choices[0].logprobs for each in (whole, *chunks)] == [None] * (len(chunks) + 1)
+
+
 def test_prompts_are_scored(client: openai.OpenAI, server: Server, model: Path) -> None:
     """As evaluation harnesses ask, by text and by tokens, whole and streamed, with and without new tokens."""
     reference = AutoModelForCausalLM.from_pretrained(model).eval()

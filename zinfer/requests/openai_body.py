@@ -18,9 +18,11 @@ from zinfer.requests.sampling_params import FIELDS, SamplingParams
 from zinfer.requests.structured_outputs import structure_of_response_format
 from zinfer.requests.tools import ToolUse, read_tools
 
+_MOST_NEW: Final = ("max_tokens", "max_completion_tokens")
 _NAMES: Final = {
     **{name: name for name in FIELDS if name not in ("max_new_tokens", "min_new_tokens")},
-    **{"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"},
+    **dict.fromkeys(_MOST_NEW, "max_new_tokens"),
+    "min_tokens": "min_new_tokens",
 }
 """Body fields that `SamplingParams` validates, including vLLM's extensions; each url reads `logprobs` itself."""
 
@@ -193,7 +195,8 @@ class CompletionBody(Body):
     def num_prompt_logprobs(self) -> Any:
         if not self.echo:
             return None
-        is_echo_alone = self.logprobs is None and (self.model_extra or {}).get("max_tokens") == 0
+        given = self.model_extra or {}
+        is_echo_alone = self.logprobs is None and 0 in (given.get(name) for name in _MOST_NEW)
         return 0 if is_echo_alone else self.logprobs
 
     def params(self, max_new_tokens: int | None) -> SamplingParams:

@@ -105,7 +105,8 @@ class Call:
         async with aclosing(_merged(streams)) as merged:
             async for index, encoded, delta in merged:
                 if (own := waiting.pop(index, None)) is not None:
-                    yield {**self.service.choices.echo(own, delta.prompt_logprobs), "index": index}, 0
+                    scores = None if encoded.params.logprobs is None else delta.prompt_logprobs
+                    yield {**self.service.choices.echo(own, scores), "index": index}, 0
                 if not delta.text and not delta.logprobs and delta.completion is None:
                     yield None, len(delta.token_ids)
                     continue
