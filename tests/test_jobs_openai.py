@@ -163,12 +163,13 @@ def test_without_a_number_answers_end_where_the_context_does(model: Path, tmp_pa
 def test_without_a_temperature_a_row_draws_at_1_and_by_its_id(model: Path, tmp_path: Path) -> None:
     rows = [text("a", temperature=None), text("b"), text("c"), {"id": "own", "prompt": "abc", "temperature": 1}]
     rows += [text("d", seed=5), {"id": "own 5", "prompt": "abc", "temperature": 1, "seed": 5}]
-    rows += [text("e", seed=-1), {"id": "own -1", "prompt": "abc", "temperature": 1, "seed": 2**64 - 1}]
+    rows += [text("e", seed=-1), {"id": "own -1", "prompt": "abc", "temperature": 1, "seed": -1}]
+    rows += [{"id": "own last", "prompt": "abc", "temperature": 1, "seed": 2**64 - 1}]
     found = rows_of(model, tmp_path, rows)
     texts = {name: found[name]["response"]["body"]["choices"][0]["text"] for name in "abcde"}
     assert len({texts["a"], texts["b"], texts["c"], found["own"]["text"]}) == 4
     assert texts["d"] == found["own 5"]["text"]
-    assert texts["e"] == found["own -1"]["text"]
+    assert texts["e"] == found["own -1"]["text"] == found["own last"]["text"]
 
 
 @pytest.mark.sampled(2)

@@ -32,7 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (chat("", max_tokens=0), "max_new_tokens must be a whole number of at least 1, not 0"),
     (chat("", temperature="1"), "temperature must be a finite number"),
     (chat("", temperature=0, n=2), "n must be 1 if temperature is 0"),
-    (chat("", seed=-(2**63) - 1), "seed must be a whole number from 0 to 2**64 - 1"),
+    (chat("", seed=-(2**63) - 1), "seed must be a whole number from -2**63 to 2**64 - 1"),
     (chat("", logit_bias={"1": 101}), "and biases from -100 to 100, not 101 at 1"),
     (chat("", logit_bias={"5000": 1}), "logit_bias must be made of token ids below 131"),
     (chat("", priority=1), "priority must be left out: a batch's rows start in order, not 1"),

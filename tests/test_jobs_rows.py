@@ -87,7 +87,10 @@ def test_the_line_number_is_the_id_of_a_row_without_one() -> None:
         (b'{"prompt": "p", "top_p": 0}', "line 7: top_p must be a number above 0, up to 1 (1: off), not 0"),
         (b'{"prompt": "p", "top_p": 1.1}', "line 7: top_p must be a number above 0, up to 1 (1: off), not 1.1"),
         (b'{"prompt": "p", "top_k": -2}', "line 7: top_k must be a whole number of at least -1"),
-        (b'{"prompt": "p", "seed": 18446744073709551616}', "line 7: seed must be a whole number from 0 to 2**64 - 1"),
+        (
+            b'{"prompt": "p", "seed": 18446744073709551616}',
+            "line 7: seed must be a whole number from -2**63 to 2**64 - 1",
+        ),
         (b'{"prompt": "p", "stop": [""]}', "line 7: stop must be a text or a list of texts, none of them empty"),
         (b'{"prompt": "p", "stop": 3}', "line 7: stop must be a text or a list of texts, none of them empty, not 3"),
         (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),

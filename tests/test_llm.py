@@ -88,6 +88,18 @@ def test_samples_of_a_prompt_differ_and_repeat(llm: LLM, prompts: list[list[int]
     assert llm.generate(by_ids(prompts[:2]), params) == first
 
 
+def test_a_negative_seed_is_that_plus_two_to_the_64(llm: LLM, prompts: list[list[int]]) -> None:
+    texts = [
+        [
+            each.token_ids
+            for each in llm.generate(by_ids(prompts[:1]), temperature=3.0, max_new_tokens=8, n=2, seed=seed)
+        ]
+        for seed in (-1, 2**64 - 1, -(2**63), 2**63, 1)
+    ]
+    assert (texts[0], texts[2]) == (texts[1], texts[3])
+    assert len({found[0] for found in texts}) == 3
+
+
 def test_equal_prompts_are_computed_once(folder: Path) -> None:
     prompt = random_prompts(1, min_tokens=100, max_tokens=100)[0]
     with LLM(folder, device="cpu", kv_page_size=8, kv_cache_memory="2MB") as llm:

@@ -36,7 +36,7 @@ def test_the_default_is_greedy_and_changes_nothing() -> None:
         ("presence_penalty", -2, 2, -2.01, 2.01),
         ("frequency_penalty", -2, 2, -2.01, 2.01),
         ("logprobs", 0, 10**6, -1, 0.0),
-        ("seed", 0, 2**64 - 1, -1, 2**64),
+        ("seed", -(2**63), 2**64 - 1, -(2**63) - 1, 2**64),
     ],
 )
 def test_ranges(name: str, lowest: float, highest: float, below: float, above: float) -> None:

@@ -98,7 +98,11 @@ class CompletionDelta:
 
 
 def text_seed(stated: int | None, token_ids: Sequence[int], repeat: int, sample: int) -> int:
-    """Return a sequence's seed: the stated one, or a hash that includes the prompt, its repetition and the sample."""
+    """Return a sequence's seed: the stated one, or a hash that includes the prompt, its repetition and the sample.
+
+    A negative one is read as an unsigned number of 64 bits.
+    """
+    stated = None if stated is None else stated % 2**64
     if stated is not None and sample == 0:
         return stated
     key = f"{repeat if stated is None else stated} {sample} {list(token_ids)}".encode()

@@ -1,8 +1,7 @@
 """Bodies of OpenAI's `/v1/chat/completions` and `/v1/completions`, in a batch file and over HTTP.
 
 Fields that zinfer does not support are refused; those of `SamplingParams`, vLLM's extensions among them, are accepted.
-Null means not given. The default temperature is 1 as at OpenAI, and a negative seed is reinterpreted as an unsigned
-64-bit number.
+Null means not given. The default temperature is 1 as at OpenAI.
 """
 
 from collections.abc import Mapping
@@ -103,8 +102,6 @@ class Body(BaseModel):
         for name in _NOT_SUPPORTED.intersection(sampled):
             if sampled.pop(name) is not None:
                 raise ConfigError(f"{name} is not supported; leave it out")
-        if type(seed := sampled.get("seed")) is int and -(2**63) <= seed < 0:
-            sampled["seed"] = seed + 2**64
         sampled["logprobs"] = self.num_logprobs
         if sampled.get("prompt_logprobs") is None:
             sampled["prompt_logprobs"] = self.num_prompt_logprobs

@@ -22,6 +22,7 @@ OTHER_SPELLINGS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new
 
 DEFAULT_NEW_TOKENS: Final = 128
 """Default of `max_new_tokens`, unless the model's context leaves fewer."""
+LEAST_SEED: Final = -(2**63)
 MAX_SEED: Final = 2**64 - 1  # every draw hashes eight bytes of it
 MAX_N: Final = 1024  # each is a separate sequence
 _MOST_DIGITS: Final = 18  # of a token id: int() refuses strings of thousands
@@ -67,7 +68,7 @@ class SamplingParams:
     n: number of outputs. logprobs: number of alternatives returned for each token; 0: only the chosen token's
     log-probability; None: nothing. prompt_logprobs: the same for the prompt's tokens from position
     prompt_logprobs_start on, at the earliest the second one (1).
-    seed: seed of this request's random stream; None: the caller chooses.
+    seed: seed of this request's random stream; a negative one is the same as that plus 2**64. None: the caller chooses.
     """
 
     max_new_tokens: Annotated[int | None, Field(ge=0, description="a whole number of at least 1")] = None
@@ -105,7 +106,9 @@ class SamplingParams:
     logprobs: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = None
     prompt_logprobs_start: Annotated[int, Field(ge=1, description="a whole number of at least 1")] = 1
-    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="a whole number from 0 to 2**64 - 1")] = None
+    seed: Annotated[
+        int | None, Field(ge=LEAST_SEED, le=MAX_SEED, description="a whole number from -2**63 to 2**64 - 1")
+    ] = None
 
     @model_validator(mode="after")
     def _check_together(self) -> "SamplingParams":
