@@ -25,6 +25,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (text("", suffix="x"), "suffix is not supported; leave it out"),
     (chat("", temperture=1), "unknown field 'temperture'; did you mean 'temperature'?"),
     (chat("", max_new_tokens=1), "unknown field 'max_new_tokens'; did you mean 'max_tokens'?"),
+    *((chat("", **{name: 1}), f"unknown field {name!r}; known fields: model, user, metadata") for name in (
+        "truncate_prompt_tokens", "add_special_tokens", "return_token_ids", "spaces_between_special_tokens",
+    )),
+    *((chat("", **{f"guided_{kind}": "x"}), f"'guided_{kind}'; give structured_outputs an object with {kind!r} instead")
+      for kind in ("json", "regex", "choice", "grammar")),
     (chat("", echo=False), "unknown field 'echo'; known fields: model, user, metadata"),
     (text("", messages=HI), "unknown field 'messages'"),
     (text("", top_logprobs=1), "unknown field 'top_logprobs'; did you mean 'logprobs'?"),

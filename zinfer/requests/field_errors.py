@@ -1,12 +1,23 @@
 """Convert pydantic's errors to messages of this project."""
 
 import difflib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from pydantic import ValidationError
 
-_MOST_SHOWN = 60
+_MOST_SHOWN: Final = 60
+_LEAST_LIKENESS: Final = 0.85
+"""Of a misspelling, such as `temperture`; `add_special_tokens` is like `skip_special_tokens` by 0.81, and means another
+thing."""
+_ELSEWHERE: Final[Mapping[str, str]] = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "top_logprobs": "logprobs",
+}
+"""Names that other interfaces have for a field."""
+_GUIDED: Final = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+"""vLLM's names before `structured_outputs`."""
 
 
 def field_error(error: ValidationError, model: Any) -> str:
@@ -33,10 +44,14 @@ def field_error(error: ValidationError, model: Any) -> str:
 
 
 def unknown_field(name: str, known: Sequence[str]) -> str:
-    """Return the message for an unknown field, with the most similar name, else all known ones."""
+    """Return the message for an unknown field, with the name that it must be a misspelling of, else all known ones."""
     known = list(dict.fromkeys(known))
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=_LEAST_LIKENESS)
+    if _ELSEWHERE.get(name) in known:
+        near = [_ELSEWHERE[name]]
     hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
+    if name in _GUIDED and "structured_outputs" in known:
+        hint = f"give structured_outputs an object with {_GUIDED[name]!r} instead"
     return f"unknown field {name!r}; {hint}"
 
 
