@@ -62,9 +62,9 @@ def test_what_can_be_compiled(compiler: GrammarCompiler, structure: dict[str, An
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        (None, "structured_outputs need a tokenizer; put the model's tokenizer files into its folder"),
+        (None, "structured_outputs needs a tokenizer; put the model's tokenizer files into its folder"),
         (word_piece(), "structured_outputs: the model's tokenizer is not supported: can't determine decoder type"),
-        ([], "structured_outputs need a tokenizer of the tokenizers library, not a list; put its tokenizer.json"),
+        ([], "structured_outputs needs a tokenizer of the tokenizers library, not a list; put its tokenizer.json"),
     ],
 )
 def test_tokenizers_that_cannot_be_used(tokenizer: Any, message: str) -> None:

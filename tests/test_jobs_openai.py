@@ -22,6 +22,7 @@ from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.request import manifest_path
 from zinfer.jobs.rows import Row, id_key
+from zinfer.requests.client_names import ClientNames
 from zinfer.requests.completion import Completion
 from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.sampling_params import SamplingParams
@@ -348,19 +349,18 @@ def test_tokens_keep_blanks_that_a_decoder_drops_and_parts_of_characters_have_no
     logprobs = tuple(Logprobs(-1.0, [top], [-float("inf")]) for top in (1, 2, 3, 0))
     completion = Completion(0, 0, "thecat\ufffd", (1, 2, 3, 0), "stop", logprobs)
     responses = OpenAIResponses(datetime.now(), "m", tokenizer)
-    rows = [
-        responses.completed(Prompt(row, (1,), 1), OpenAIForm(is_chat, None), [completion]) for is_chat in (True, False)
-    ]
+    forms = [OpenAIForm(is_chat, None, ClientNames(frozenset())) for is_chat in (True, False)]
+    rows = [responses.completed(Prompt(row, (1,), 1), form, [completion]) for form in forms]
     of_chat, of_text = (each["response"]["body"]["choices"][0]["logprobs"] for each in rows)
     assert [each["token"] for each in of_chat["content"]] == [" the", "cat", "\ufffd", "</s>"]
     assert [each["bytes"] for each in of_chat["content"]] == [list(b" the"), list(b"cat"), None, list(b"</s>")]
     assert of_chat["content"][0]["top_logprobs"][0]["logprob"] == -9999.0
     assert of_text["text_offset"] == [0, 3, 6, 7]
     pieces = Completion(0, 0, "the\u00e9cat\ufffd", (1, 3, 4, 2, 3), "stop", (logprobs[0],) * 5)
-    choice = responses.completed(Prompt(row, (1,), 1), OpenAIForm(False, None), [pieces])
+    choice = responses.completed(Prompt(row, (1,), 1), forms[1], [pieces])
     found = choice["response"]["body"]["choices"][0]["logprobs"]
     assert found["text_offset"] == [0, 3, 3, 4, 7], "of a character of two tokens once"
     shown = Row(id="r", prompt="p", params=SamplingParams(logprobs=1, skip_special_tokens=False))
     completion = Completion(0, 0, "the</s>cat", (1, 0, 2, 0), "stop", logprobs)
-    choice = responses.completed(Prompt(shown, (1,), 1), OpenAIForm(False, None), [completion])
+    choice = responses.completed(Prompt(shown, (1,), 1), forms[1], [completion])
     assert choice["response"]["body"]["choices"][0]["logprobs"]["text_offset"] == [0, 3, 7, 10]

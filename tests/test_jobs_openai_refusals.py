@@ -33,8 +33,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (chat("", echo=False), "unknown field 'echo'; known fields: model, user, metadata"),
     (text("", messages=HI), "unknown field 'messages'"),
     (text("", top_logprobs=1), "unknown field 'top_logprobs'; did you mean 'logprobs'?"),
-    (chat("", max_tokens=3, max_completion_tokens=4), "max_tokens is 3 and max_completion_tokens is 4, but both mean"),
-    (chat("", max_tokens=0), "max_new_tokens must be a whole number of at least 1, not 0"),
+    (chat("", max_tokens=3, max_completion_tokens=4), "max_tokens and max_completion_tokens mean the same"),
+    (chat("", max_tokens=0), "max_tokens must be a whole number of at least 1, not 0; 0 needs prompt_logprobs"),
     (chat("", temperature="1"), "temperature must be a finite number"),
     (chat("", temperature=0, n=2), "n must be 1 if temperature is 0"),
     (chat("", seed=-(2**63) - 1), "seed must be a whole number from -2**63 to 2**64 - 1"),
@@ -106,7 +106,8 @@ def test_what_is_wrong_with_a_row_is_its_answer(refusals: list[dict[str, Any]], 
     assert error["message"].startswith(f"line {number + 1}: ")
     assert REFUSED[number][1] in error["message"]
     key = f"{id_key(custom_id):016x}"
-    body = {"error": {"message": error["message"], "type": "invalid_request_error", "param": None, "code": None}}
+    field = error["param"]  # tests/test_client_names.py says which
+    body = {"error": {"message": error["message"], "type": "invalid_request_error", "param": field, "code": None}}
     response = {"status_code": 400, "request_id": f"req_{key}", "body": body}
     assert row == {"id": f"batch_req_{key}", "custom_id": custom_id, "response": response, "error": None}
 

@@ -117,7 +117,7 @@ def test_logits_that_are_not_finite_are_an_error(folder: Path) -> None:
 
 
 def test_nothing_new_without_scores() -> None:
-    with pytest.raises(ConfigError, match="at least 1, not 0; 0 goes with prompt_logprobs alone"):
+    with pytest.raises(ConfigError, match="at least 1, not 0; 0 needs prompt_logprobs"):
         SamplingParams(max_tokens=0)
 
 
@@ -145,7 +145,7 @@ def test_rows_of_jobs(tmp_path: Path) -> None:
     assert choice["logprobs"]["token_logprobs"] == [None, *(each["logprob"] for each in others)]
     errors = {row["id"]: row.get("error") for row in read_rows(tmp_path / "True.jsonl")}
     assert errors["new"] is None
-    assert "prompt_logprobs need continuous batching" in errors["scored"]
+    assert "prompt_logprobs needs continuous batching" in errors["scored"]
 
 
 @pytest.mark.sampled(6)

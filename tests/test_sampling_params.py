@@ -104,7 +104,7 @@ def test_only_what_may_be_absent_may_be_none(name: str) -> None:
         ({"max_token": 1}, "unknown field 'max_token'; did you mean 'max_tokens'?"),
         (
             {"max_tokens": 3, "max_new_tokens": 4},
-            "max_tokens is 3 and max_new_tokens is 4, but both mean max_new_tokens; give one of them",
+            "max_tokens and max_new_tokens mean the same, but are 3 and 4; give one of them",
         ),
     ],
 )
@@ -155,7 +155,7 @@ def test_the_names_of_vllm_are_names_here() -> None:
     assert params == SamplingParams(max_new_tokens=3, min_new_tokens=2)
     assert (params.max_tokens, params.min_tokens) == (3, 2)  # type: ignore[attr-defined]
     assert replace(params, max_new_tokens=5).max_new_tokens == 5
-    with pytest.raises(ConfigError, match="max_tokens is 3 and max_new_tokens is 4, but both mean max_new_tokens"):
+    with pytest.raises(ConfigError, match="max_tokens and max_new_tokens mean the same, but are 3 and 4"):
         SamplingParams(**{"max_tokens": 3, "max_new_tokens": 4})  # type: ignore[arg-type]
 
 

@@ -340,7 +340,7 @@ BAD: list[tuple[bytes, int, str]] = [
     (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, "JSON"),
     (b'{"prompt": "a", "temperature": NaN}', 400, "NaN"),
     (b'{"prompt": "\\ud800"}', 400, "surrogate"),
-    (b'{"prompt": "a", "max_tokens": 1e9}', 400, "max_new_tokens must be a whole number"),
+    (b'{"prompt": "a", "max_tokens": 1e9}', 400, "max_tokens must be a whole number"),
     (b'{"prompt": "a", "max_tokens": 100000}', 400, "128"),
     (b'{"prompt": [99999]}', 400, "token ids"),
     (b'{"prompt": []}', 400, "no tokens"),
@@ -361,6 +361,48 @@ def test_bodies_that_cannot_be_used(server: Server, body: bytes, status: int, wo
             answer = http.post("/v1/completions", content=sent)
             assert answer.status_code == status
             assert words in answer.json()["error"]["message"]
+
+
+WHOLE = "a whole number of at least 1"
+NOTHING: Any = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+FORCED: Any = {
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": NOTHING["json_schema"]["schema"]}}],
+    "tool_choice": "required",
+}
+NAMED: list[tuple[str, dict[str, Any], str, str | None]] = [
+    ("completions", {"max_tokens": 0}, f"max_tokens must be {WHOLE}, not 0; 0 needs echo", "max_tokens"),
+    ("completions", {"max_completion_tokens": 1.5}, "max_completion_tokens must be", "max_completion_tokens"),
+    ("completions", {"min_tokens": 17}, "min_tokens must be at most max_tokens, which is 16, not 17", "min_tokens"),
+    ("completions", {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens and max_completion_tokens mean", None),
+    ("completions", {"stop_token_ids": [999]}, "stop_token_ids must be", "stop_token_ids"),
+    ("completions", {"prompt": [999]}, "token ids are", "prompt"),
+    ("completions", {"prompt": ["a"] * 2049}, "the prompts of one call are at most 2048, not 2049", "prompt"),
+    ("completions", {"stream_options": {"usage": True}}, "unknown field 'stream_options.usage'", "stream_options"),
+    ("completions", {"response_format": NOTHING}, "response_format: the json cannot be used", "response_format"),
+    ("chat/completions", {"max_tokens": 0}, "max_tokens must be a whole number", "max_tokens"),
+    ("chat/completions", {"max_completion_tokens": 1000}, "the prompt's 5 tokens and 1000 new ones", "messages"),
+    ("chat/completions", {"messages": []}, "messages must hold", "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages: the content of", "messages"),
+    ("chat/completions", {"temprature": 1}, "unknown field 'temprature'", "temprature"),
+    ("chat/completions", {"response_format": NOTHING}, "response_format: the json cannot be used", "response_format"),
+    ("chat/completions", FORCED, "tools: the json cannot be used", "tools"),
+    ("chat/completions", {"structured_outputs": {"regex": "("}}, "structured_outputs: the regex", "structured_outputs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("url", "body", "words", "field"), NAMED, ids=[str(number) for number in range(len(NAMED))])
+def test_errors_name_what_the_client_sent(
+    server: Server, url: str, body: dict[str, Any], words: str, field: str | None
+) -> None:
+    source = {"messages": HI} if url.startswith("chat") else {"prompt": "ab"}
+    with server.http() as http:
+        for stream in (False, True):
+            answer = http.post(f"/v1/{url}", json={**source, **body, "stream": stream})
+            text = answer.text.strip().rpartition("data: ")[2]  # a chat's stream has begun when the engine refuses
+            error = json.loads(text)["error"]
+            assert error["message"].startswith(words)
+            assert (error["type"], error["param"]) == ("invalid_request_error", field)
+            assert stream or answer.status_code == 400
 
 
 def test_tokens_are_counted_and_decoded(server: Server) -> None:

@@ -79,6 +79,7 @@ def test_many_clients_at_once(server: Server, encoder: Path) -> None:
 def test_what_cannot_be_embedded(server: Server) -> None:
     client = server.client()
     cases: list[tuple[dict[str, Any], str]] = [
+        ({"input": ["a"] * 2049}, "the prompts of one call are at most 2048, not 2049"),
         ({"input": "a" * 65}, "65 tokens are more than 64"),
         ({"input": [[1, 10**6]]}, "token ids are whole numbers from 0 to"),
         ({"input": []}, "must be a text, a list of token ids"),
@@ -86,8 +87,9 @@ def test_what_cannot_be_embedded(server: Server) -> None:
         ({"input": "a", "encoding_format": "hex"}, "encoding_format must be 'float' or 'base64'"),
     ]
     for body, words in cases:
-        with pytest.raises(openai.BadRequestError, match=words):
+        with pytest.raises(openai.BadRequestError, match=words) as caught:
             client.embeddings.create(**{"model": "bert", "encoding_format": "float", **body})
+        assert caught.value.param == list(body)[-1]
     with pytest.raises(openai.BadRequestError, match="this server embeds"):
         client.completions.create(model="bert", prompt="a")
     with server.http() as http:

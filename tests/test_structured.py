@@ -227,6 +227,7 @@ def test_rows_of_jobs(tmp_path: Path) -> None:
     formats: dict[str, dict[str, Any]] = {
         "schema": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"enum": [7, "nÀ"]}}},
         "plain": {"type": "text"},
+        "wrong": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "text"}}},
     }
     rows = [{"id": name, "prompt": "abc", "max_new_tokens": 12, **body} for name, body in structures.items()]
     rows += [
@@ -237,9 +238,12 @@ def test_rows_of_jobs(tmp_path: Path) -> None:
     assert re.fullmatch("[0-9]{3}", found["own"]["text"])
     assert found["both"]["error"].startswith("line 2: structured_outputs: give exactly one of json, regex, choice,")
     assert found["bad"]["error"] == "line 3: structured_outputs: the json cannot be used: Invalid type: text"
+    wrong = found["wrong"]["response"]["body"]["error"]
+    assert wrong["message"] == "line 6: response_format: the json cannot be used: Invalid type: text"
+    assert wrong["param"] == "response_format"
     assert json.loads(found["schema"]["response"]["body"]["choices"][0]["text"]) in (7, "nÀ")
     assert found["plain"]["response"]["body"]["choices"][0]["finish_reason"] == "length"
     (tmp_path / "padded").mkdir()
     found = rows_of(model, tmp_path / "padded", [rows[0], {"id": "p", "prompt": "ab"}], engine_factory=ResidentEngine)
-    assert found["own"]["error"].startswith("line 1: structured_outputs need continuous batching")
+    assert found["own"]["error"].startswith("line 1: structured_outputs needs continuous batching")
     assert found["p"]["text"]

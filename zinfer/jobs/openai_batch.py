@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zinfer.errors import ConfigError
+from zinfer.requests.client_names import ClientNames, FieldError
 from zinfer.requests.field_errors import field_error
 from zinfer.requests.openai_body import ChatBody, CompletionBody, read_body
 from zinfer.requests.tools import ToolUse
@@ -17,13 +18,14 @@ from zinfer.requests.tools import ToolUse
 
 @dataclass(frozen=True)
 class OpenAIForm:
-    """What an output row needs of a body. `model`: None if the body names none.
+    """What an output row needs of a body. `model`: None if the body names none. `names`: those that errors have.
 
     keeps_special: whether special tokens are content, beside calls of tools.
     """
 
     is_chat: bool
     model: str | None
+    names: ClientNames
     echoes: bool = False
     tools: ToolUse | None = None
     keeps_special: bool = False
@@ -73,15 +75,21 @@ def read_request(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[
     except ValidationError as error:
         raise ConfigError(field_error(error, _Line)) from None
     if line.body.get("stream_options") is not None:
-        raise ConfigError("stream_options is not supported; leave it out")
-    body: _ChatRow | _CompletionRow
+        raise FieldError("stream_options is not supported; leave it out", "stream_options")
     if line.url == "/v1/chat/completions":
-        body = read_body(_ChatRow, line.body)
-        names = ("messages", "chat_template_kwargs", "reasoning_effort")
-        source = {name: getattr(body, name) for name in names}
-        form = OpenAIForm(True, body.model, tools=body.tool_use, keeps_special=body.keeps_special)
-    else:
-        body = read_body(_CompletionRow, line.body)
-        source = {"prompt" if isinstance(body.prompt, str) else "prompt_token_ids": body.prompt}
-        form = OpenAIForm(False, body.model, echoes=bool(body.echo))
-    return {**source, "params": body.params(max_new_tokens), "openai": form}
+        return _chat_fields(read_body(_ChatRow, line.body), max_new_tokens)
+    return _completion_fields(read_body(_CompletionRow, line.body), max_new_tokens)
+
+
+def _chat_fields(body: _ChatRow, max_new_tokens: int | None) -> dict[str, Any]:
+    source = {name: getattr(body, name) for name in ("messages", "chat_template_kwargs", "reasoning_effort")}
+    with body.names.told():
+        form = OpenAIForm(True, body.model, body.names, tools=body.tool_use, keeps_special=body.keeps_special)
+        return {**source, "params": body.params(max_new_tokens), "openai": form}
+
+
+def _completion_fields(body: _CompletionRow, max_new_tokens: int | None) -> dict[str, Any]:
+    source = {"prompt" if isinstance(body.prompt, str) else "prompt_token_ids": body.prompt}
+    form = OpenAIForm(False, body.model, body.names, echoes=bool(body.echo))
+    with body.names.told():
+        return {**source, "params": body.params(max_new_tokens), "openai": form}

@@ -249,7 +249,7 @@ def _problem(params: SamplingParams) -> str | None:
     needing = {"structured_outputs": params.structured_outputs, "prompt_logprobs": params.prompt_logprobs}
     if (name := next((name for name, value in needing.items() if value is not None), None)) is None:
         return None
-    return f"{name} need continuous batching, which this model does not support; leave them out, or use another model"
+    return f"{name} needs continuous batching, which this model does not support; leave it out, or use another model"
 
 
 def _pad_token_id(generation_config: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> int:

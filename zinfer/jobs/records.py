@@ -80,8 +80,10 @@ class Records:
         parts: Sequence[Completion | Encoding] = [answer] if isinstance(answer, Encoding) else answer
         errors = [each.error for each in parts if each.error is not None]
         if errors:
-            message = f"line {prompt.line}: {errors[0]}"
-            record = _error(row_id, message) if form is None else error_response(row_id, message, Fault(500))
+            record = _error(row_id, f"line {prompt.line}: {errors[0]}")
+            if form is not None:
+                told = form.names.error(errors[0])
+                record = error_response(row_id, f"line {prompt.line}: {told}", Fault(500, told.field))
             self._fail(ordinal, record, _reason(errors[0]))
             return
         if isinstance(answer, Encoding):

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.openai_batch import OpenAIForm, read_request
+from zinfer.requests.client_names import FieldError
 from zinfer.requests.field_errors import field_error, short
 from zinfer.requests.json_object import SURROGATE, check_unicode, read_object
 from zinfer.requests.prompt_encoder import template_variables
@@ -80,7 +81,11 @@ class Row(BaseModel):
 
     def bad(self, line_number: int, problem: str, fault: "Fault | None" = None) -> "BadRow":
         """Return the error row for a problem found later; ``fault``: unless it is an invalid request."""
-        return BadRow(self.id, f"line {line_number}: {problem}", self.openai is not None, fault=fault or Fault())
+        form = self.openai
+        if fault is not None:
+            return BadRow(self.id, f"line {line_number}: {problem}", form is not None, fault=fault)
+        error = ConfigError(problem) if form is None else form.names.error(problem)
+        return bad_row(self.id, line_number, error, is_openai=form is not None)
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class BadRow:
     """An invalid line, and why.
 
     `message` names line and field. `is_openai`: it has a valid `custom_id`. `is_malformed`: invalid for any model.
+    `field`: the one of OpenAI's body that is wrong, if it is one.
     """
 
     id: RowId
@@ -182,18 +188,33 @@ def parse_line(line: Line) -> Parsed:
 
 def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int | None) -> Row | BadRow:
     """Return the validated row, or its error; ``max_new_tokens`` is the default for rows that do not set it."""
-    record, problem = parsed.record, parsed.problem
-    if record is not None:
+    problem = ConfigError(parsed.problem)
+    if parsed.record is not None:
         try:
-            fields = (read_request if parsed.is_openai else _own_fields)(record, max_new_tokens)
-            row = Row.model_validate({"id": row_id, **fields})
-            check_unicode(record)
-            return row
+            return _read_row(parsed.record, parsed.is_openai, row_id, max_new_tokens)
         except ConfigError as error:
-            problem = str(error)
-        except ValidationError as error:
-            problem = field_error(error, Row)
-    return BadRow(row_id, f"line {parsed.line}: {problem}", parsed.is_openai, is_malformed=True)
+            problem = error
+    return bad_row(row_id, parsed.line, problem, is_openai=parsed.is_openai, is_malformed=True)
+
+
+def bad_row(
+    row_id: RowId, line_number: int, problem: ConfigError, *, is_openai: bool, is_malformed: bool = False
+) -> BadRow:
+    """Return the error row of a line for a problem."""
+    field = problem.field if is_openai and isinstance(problem, FieldError) else None
+    return BadRow(row_id, f"line {line_number}: {problem}", is_openai, is_malformed, Fault(param=field))
+
+
+def _read_row(record: Mapping[str, Any], is_openai: bool, row_id: RowId, max_new_tokens: int | None) -> Row:
+    """Return the validated row. Raises ConfigError."""
+    fields = (read_request if is_openai else _own_fields)(record, max_new_tokens)
+    try:
+        row = Row.model_validate({"id": row_id, **fields})
+    except ValidationError as error:
+        form, message = fields.get("openai"), field_error(error, Row)
+        raise (ConfigError(message) if form is None else form.names.error(message)) from None
+    check_unicode(record)
+    return row
 
 
 def _own_fields(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:

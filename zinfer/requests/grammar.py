@@ -126,9 +126,9 @@ class GrammarCompiler:
 
     def _open_vocabulary(self) -> "LLTokenizer":
         if find_spec("llguidance") is None:
-            raise ConfigError("structured_outputs need llguidance; run `pip install 'zinfer[structured]'`")
+            raise ConfigError("structured_outputs needs llguidance; run `pip install 'zinfer[structured]'`")
         if self._tokenizer is None:
-            raise ConfigError("structured_outputs need a tokenizer; put the model's tokenizer files into its folder")
+            raise ConfigError("structured_outputs needs a tokenizer; put the model's tokenizer files into its folder")
         with self._reading:
             if self._vocabulary is None:
                 self._vocabulary = _open_vocabulary(self._tokenizer, self._vocab_size, self._end_token_ids)
@@ -175,7 +175,7 @@ def _open_vocabulary(tokenizer: Any, vocab_size: int, end_token_ids: Collection[
     backend, num_tokens = getattr(tokenizer, "backend_tokenizer", None), max(len(tokenizer), vocab_size)
     if backend is None:
         raise ConfigError(
-            f"structured_outputs need a tokenizer of the tokenizers library, not a {type(tokenizer).__name__}; "
+            f"structured_outputs needs a tokenizer of the tokenizers library, not a {type(tokenizer).__name__}; "
             "put its tokenizer.json into the model's folder"
         )
     try:

@@ -6,12 +6,13 @@ Null means not given. The default temperature is 1 as at OpenAI.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_validator, model_validator
 
 from zinfer.errors import ConfigError
-from zinfer.requests.field_errors import field_error
+from zinfer.requests.client_names import ClientNames, invalid_body
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import FIELDS, SamplingParams
 from zinfer.requests.structured_outputs import structure_of_response_format
@@ -83,6 +84,16 @@ class Body(BaseModel):
         return self
 
     @property
+    def names(self) -> ClientNames:
+        """The names that errors must have."""
+        given = self.model_extra or {}
+        most_new = next((name for name in _MOST_NEW if given.get(name) is not None), _MOST_NEW[0])
+        by_own = {"max_new_tokens": most_new, "min_new_tokens": "min_tokens"}
+        if self.response_format is not None and given.get("structured_outputs") is None:
+            by_own["structured_outputs"] = "response_format"
+        return ClientNames(_fields_of(type(self)), by_own=by_own)
+
+    @property
     def num_logprobs(self) -> Any:
         """`SamplingParams.logprobs`, not validated."""
         raise NotImplementedError
@@ -137,6 +148,14 @@ class ChatBody(Body):
         return self
 
     @property
+    def names(self) -> ClientNames:
+        names = super().names
+        is_structured = (self.model_extra or {}).get("structured_outputs") is not None
+        is_forced = self.tool_choice not in (None, "none", "auto") and not is_structured
+        by_own = {**names.by_own, "structured_outputs": "tools"} if is_forced else names.by_own
+        return replace(names, prompt="messages", by_own=by_own)
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -185,6 +204,13 @@ class CompletionBody(Body):
         return [each if isinstance(each, str) else {"prompt_token_ids": each} for each in several]
 
     @property
+    def names(self) -> ClientNames:
+        names = super().names
+        if (self.model_extra or {}).get("prompt_logprobs") is not None:
+            return names
+        return replace(names, by_own={**names.by_own, "prompt_logprobs": "echo"})  # which asks for them
+
+    @property
     def num_logprobs(self) -> Any:
         return self.logprobs
 
@@ -207,11 +233,16 @@ _AnyBody = TypeVar("_AnyBody", bound=Body)
 
 
 def read_body(kind: type[_AnyBody], fields: Mapping[str, Any]) -> _AnyBody:
-    """Validate a body. Raises ConfigError that names the invalid field."""
+    """Validate a body. Raises FieldError."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError(field_error(error, kind)) from None
+        raise invalid_body(error, kind) from None
+
+
+@cache  # rows of a batch share it
+def _fields_of(kind: type[Body]) -> frozenset[str]:
+    return frozenset((*kind.model_fields, *_NAMES, *_NOT_SUPPORTED))
 
 
 def _is_prompt(value: object) -> bool:

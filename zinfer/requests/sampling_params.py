@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 from pydantic.dataclasses import dataclass
 
 from zinfer.errors import ConfigError
+from zinfer.requests.client_names import FieldError
 from zinfer.requests.field_errors import field_error, short, unknown_field
 from zinfer.requests.structured_outputs import StructuredOutputsParams, as_structure
 
@@ -113,7 +114,7 @@ class SamplingParams:
     @model_validator(mode="after")
     def _check_together(self) -> "SamplingParams":
         if self.max_new_tokens == 0 and self.prompt_logprobs is None:
-            remedy = "0 goes with prompt_logprobs alone"
+            remedy = "0 needs prompt_logprobs"
             raise ValueError(f"max_new_tokens must be a whole number of at least 1, not 0; {remedy}")
         if self.min_new_tokens > self.most_new_tokens:
             most = f"at most max_new_tokens, which is {self.most_new_tokens}"
@@ -144,7 +145,7 @@ class SamplingParams:
         names = names or _NAMES
         for name in mapping:
             if name not in names:
-                raise ConfigError(unknown_field(name, [*beside, *names]))
+                raise FieldError(unknown_field(name, [*beside, *names]), name)
         given = _by_field({name: value for name, value in mapping.items() if value is not None}, names)
         if isinstance(given.get("logit_bias"), Mapping):
             given["logit_bias"] = _with_number_keys(given["logit_bias"])
@@ -216,8 +217,8 @@ def _by_field(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
     for name, value in given.items():
         field = names.get(name, name)
         if field in found and found[field] != value:
-            first = f"{spelled[field]} is {short(found[field])}"
-            raise ConfigError(f"{first} and {name} is {short(value)}, but both mean {field}; give one of them")
+            values = f"{short(found[field])} and {short(value)}"
+            raise ConfigError(f"{spelled[field]} and {name} mean the same, but are {values}; give one of them")
         found[field], spelled[field] = value, name
     return found
 

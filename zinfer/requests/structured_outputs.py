@@ -147,4 +147,12 @@ def structure_of_response_format(value: object) -> StructuredOutputsParams | Non
         return None
     if asked.json_schema is None or asked.json_schema.schema_ is None:
         return StructuredOutputsParams(json_object=True)
-    return StructuredOutputsParams(json=asked.json_schema.schema_)
+    return json_form(asked.json_schema.schema_, "response_format")
+
+
+def json_form(schema: Mapping[str, Any], source: str) -> StructuredOutputsParams:
+    """Return the form of a JSON schema. Raises ConfigError, which names the field that the schema is from."""
+    try:
+        return StructuredOutputsParams(json=dict(schema))
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zinfer.errors import ConfigError
 from zinfer.requests.field_errors import field_error, short
-from zinfer.requests.structured_outputs import StructuredOutputsParams
+from zinfer.requests.structured_outputs import StructuredOutputsParams, json_form
 
 _CHOICES: Final = '\'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
 
@@ -73,11 +73,11 @@ class ToolUse:
         if self.mode == "auto":
             return None
         if self.mode == "named":
-            return StructuredOutputsParams(json=next(_schema(each) for each in self.tools if _name(each) == self.name))
+            return json_form(next(_schema(each) for each in self.tools if _name(each) == self.name), "tools")
         definitions: dict[str, Any] = {}
         calls = [_call(each, definitions) for each in self.tools]
         several = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
-        return StructuredOutputsParams(json=several if self.is_parallel else several | {"maxItems": 1})
+        return json_form(several if self.is_parallel else several | {"maxItems": 1}, "tools")
 
 
 def read_tools(tools: object, tool_choice: object, parallel_tool_calls: bool | None) -> ToolUse | None:
@@ -95,7 +95,7 @@ def read_tools(tools: object, tool_choice: object, parallel_tool_calls: bool | N
         return None
     if not isinstance(tools, list):
         raise ConfigError(f"tools must be a list of functions, not {short(tools)}")
-    names = [_read(_Tool, f"tool {number}", each).function.name for number, each in enumerate(tools, start=1)]
+    names = [_read(_Tool, f"tools: tool {number}", each).function.name for number, each in enumerate(tools, start=1)]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"tools: two functions have the name {min(twice)!r}; give each its own")
     if tool_choice == "none":

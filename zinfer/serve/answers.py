@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from fastapi.sse import format_sse_event
 
+from zinfer.requests.client_names import ClientNames
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.openai_choice import Echo, usage
 from zinfer.requests.tool_parser import AnswerParser, with_calls
@@ -29,6 +30,7 @@ class Call:
         several: its encoded prompts; choices are numbered over all their completions.
         echoes: for each prompt, what its choices begin with.
         model: the name that the answer has.
+        names: those that errors have.
         includes_usage: whether a stream ends with the counts of tokens.
         open_parser: makes what reads calls of tools out of an answer; None: there are no tools.
     """
@@ -37,6 +39,7 @@ class Call:
     several: Sequence[Encoded]
     echoes: Sequence[Echo | None]
     model: str
+    names: ClientNames
     is_chat: bool
     includes_usage: bool = False
     open_parser: Callable[[], AnswerParser] | None = None
@@ -60,12 +63,13 @@ class Call:
         if self.includes_usage:
             frame["usage"] = None
         try:
-            async with self.service.admitted(self.several), aclosing(self._choices()) as choices:
-                async for choice, num_tokens in choices:
-                    num_new += num_tokens
-                    if choice is not None:
-                        has_begun = True
-                        yield _event({**frame, "choices": [choice]})
+            with self.names.told():
+                async with self.service.admitted(self.several), aclosing(self._choices()) as choices:
+                    async for choice, num_tokens in choices:
+                        num_new += num_tokens
+                        if choice is not None:
+                            has_begun = True
+                            yield _event({**frame, "choices": [choice]})
         except Exception as error:
             if not has_begun:
                 raise

@@ -8,8 +8,7 @@ from typing import Any, Final, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from zinfer.errors import ConfigError
-from zinfer.requests.field_errors import field_error
+from zinfer.requests.client_names import invalid_body
 from zinfer.requests.json_object import check_unicode, read_object
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -23,7 +22,7 @@ async def read_record(request: Request) -> dict[str, Any]:
 
 
 async def read_model(request: Request, kind: type[_Model]) -> _Model:
-    """Return a body, validated. Raises ConfigError that names the invalid field."""
+    """Return a body, validated. Raises FieldError, or ConfigError if it is no JSON object."""
     return await _read(request, partial(_validated, kind))
 
 
@@ -44,7 +43,7 @@ def _validated(kind: type[_Model], body: bytes) -> _Model:
     try:
         return kind.model_validate(record)
     except ValidationError as error:
-        raise ConfigError(field_error(error, kind)) from None
+        raise invalid_body(error, kind) from None
 
 
 def described(kind: type[BaseModel], **fields: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
+from zinfer.requests.client_names import ClientNames
 from zinfer.requests.openai_body import PROMPTS
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
@@ -47,6 +48,9 @@ class _Embeddings(BaseModel):
         return [each if isinstance(each, str) else {"prompt_token_ids": each} for each in several]
 
 
+_NAMES: Final = ClientNames(frozenset(_Embeddings.model_fields), prompt="input")
+
+
 def embedding_routes(service: Service) -> APIRouter:
     """Return the route over a service."""
     router = APIRouter()
@@ -58,7 +62,8 @@ def embedding_routes(service: Service) -> APIRouter:
         service.check_task(embeds=True)
         if body.dimensions is not None:
             raise ApiError(400, "dimensions is not supported; leave it out", param="dimensions")
-        several = await service.prompts.encode(body.inputs, _NOTHING_NEW)
+        with _NAMES.told():
+            several = await service.prompts.encode(body.inputs, _NOTHING_NEW)
         vectors = await unless_disconnected(request, _embedded(service, several))
         data = [
             {"object": "embedding", "index": index, "embedding": _shown(vector, body.encoding_format)}

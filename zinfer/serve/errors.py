@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from zinfer.errors import ConfigError
+from zinfer.requests.client_names import FieldError
 
 _CLIENT_GONE: Final = 499  # in the log; nobody reads it
 _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -55,7 +56,7 @@ class ApiError(Exception):
         if isinstance(error, ApiError):
             return error
         if isinstance(error, ConfigError):
-            return cls(400, str(error))
+            return cls(400, str(error), param=error.field if isinstance(error, FieldError) else None)
         if isinstance(error, ReplicaGone):
             return cls(503, str(error), retry_after_s=1)
         if isinstance(error, RequestFailed):

@@ -38,29 +38,36 @@ def openai_routes(service: Service) -> APIRouter:
     async def chat(request: Request) -> Response:
         body = await read_model(request, ChatBody)
         name = service.check_model(body.model)
-        variables = template_variables(body.chat_template_kwargs, body.reasoning_effort)
-        params, use, open_parser = body.params(None), body.tool_use, None
-        tools = None if use is None else use.tools
-        (encoded,) = await service.prompts.encode(
-            [_messages(body)], params, variables, priority=body.priority, tools=tools
-        )
-        if use is not None:
-            open_parser = await service.prompts.parser_of(use, encoded, keeps_special=body.keeps_special)
-        call = Call(service, [encoded], [None], name, True, _wants_usage(body), open_parser)
-        return await _answer(request, body, call)
+        with body.names.told():
+            return await _answer(request, body, await _chat_call(service, body, name))
 
     @router.post("/v1/completions", openapi_extra=described(CompletionBody))
     async def completions(request: Request) -> Response:
         body = await read_model(request, CompletionBody)
         name = service.check_model(body.model)
-        params = body.params(None)
-        several = await service.prompts.encode(body.prompts, params, default_new=_DEFAULT_NEW, priority=body.priority)
-        echoes: list[Echo | None] = [None] * len(several)
-        if body.echo:
-            echoes = await service.prompts.on_thread(partial(_echoes, service, body.prompts, several))
-        return await _answer(request, body, Call(service, several, echoes, name, False, _wants_usage(body)))
+        with body.names.told():
+            return await _answer(request, body, await _completion_call(service, body, name))
 
     return router
+
+
+async def _chat_call(service: Service, body: ChatBody, name: str) -> Call:
+    variables = template_variables(body.chat_template_kwargs, body.reasoning_effort)
+    params, use, open_parser = body.params(None), body.tool_use, None
+    tools = None if use is None else use.tools
+    (encoded,) = await service.prompts.encode([_messages(body)], params, variables, priority=body.priority, tools=tools)
+    if use is not None:
+        open_parser = await service.prompts.parser_of(use, encoded, keeps_special=body.keeps_special)
+    return Call(service, [encoded], [None], name, body.names, True, _wants_usage(body), open_parser)
+
+
+async def _completion_call(service: Service, body: CompletionBody, name: str) -> Call:
+    params = body.params(None)
+    several = await service.prompts.encode(body.prompts, params, default_new=_DEFAULT_NEW, priority=body.priority)
+    echoes: list[Echo | None] = [None] * len(several)
+    if body.echo:
+        echoes = await service.prompts.on_thread(partial(_echoes, service, body.prompts, several))
+    return Call(service, several, echoes, name, body.names, False, _wants_usage(body))
 
 
 async def _answer(request: Request, body: Body, call: Call) -> Response:

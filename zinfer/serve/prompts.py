@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from zinfer.errors import ConfigError
 from zinfer.requests.length_limits import LengthLimits, Limit
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
@@ -97,11 +98,10 @@ class Prompts:
             tools: the functions that a chat may call.
 
         Raises:
-            ConfigError: a prompt or its params are invalid.
-            ApiError: there are too many prompts.
+            ConfigError: there are too many prompts, or one of them or its params are invalid.
         """
         if len(prompts) > self._most:
-            raise ApiError(400, f"prompt: {len(prompts)} prompts are more than {self._most} of one call")
+            raise ConfigError(f"the prompts of one call are at most {self._most}, not {len(prompts)}")
         precedence = Precedence(priority=priority or 0, owner=CALLER.get())
         several = await self.on_thread(
             lambda: [self._encode(each, params, variables, default_new, tools) for each in prompts]
