@@ -111,11 +111,9 @@ class Job:
         for group in range(num_groups):
             alike = by_new[group * num_rows // num_groups : (group + 1) * num_rows // num_groups]
             ordered += sorted(alike, key=lambda i: self.prompt_lens[i])
-        shares, own = (
-            2 * num_ranks,
-            2 * rank + 1,
-        )  # of the rows from one that is taken to the next, the middle of a part
-        return sorted(ordered[(shares * number + own) * num_rows // (shares * count)] for number in range(count))
+        # From one row that is taken to the next each rank has a part of the rows, and takes the middle of it.
+        halves, middle = 2 * num_ranks, 2 * rank + 1
+        return sorted(ordered[(halves * number + middle) * num_rows // (halves * count)] for number in range(count))
 
 
 class Sample(NamedTuple):

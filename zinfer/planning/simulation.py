@@ -260,7 +260,9 @@ def in_step(passes: Sequence[list[PassSize]], num_ranks: int, scale: float = 1.0
     Args:
         passes: of some of the ranks.
     """
-    if len(passes) < 2:
+    if len(passes) == scale == 1:
+        return passes[0]
+    if len(passes) == 1:
         return [PassSize(*(round(scale * number) for number in size)) for size in passes[0]]
     ranks = []
     for rank in range(min(num_ranks, _MOST_RANKS)):
