@@ -16,10 +16,10 @@ from test_scheduler_workloads import ROWS, Room, Row, Workload
 
 from zinfer import LLM
 from zinfer.errors import ConfigError
+from zinfer.planning.job_estimator import JobEstimator
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.latency import describe_latency, describe_unreachable, predict_latency, usual_lengths
 from zinfer.planning.memory import Footprint
-from zinfer.planning.simulation import JobEstimator
 from zinfer.planning.step_time import PassTime
 from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.pass_order import PassOrder

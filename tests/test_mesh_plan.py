@@ -17,6 +17,7 @@ from zinfer.config import resolve_settings
 from zinfer.config.settings import Settings
 from zinfer.model.outline import Outline, read_outline
 from zinfer.offload.block import Tier
+from zinfer.planning.job_estimator import JobEstimator
 from zinfer.planning.job_plan import Job, JobPlan, SizedJob
 from zinfer.planning.job_search import plan_job
 from zinfer.planning.memory import Request
@@ -34,7 +35,7 @@ from zinfer.planning.mesh_plan import (
 )
 from zinfer.planning.plan import BatchPlan, Case
 from zinfer.planning.presets import PRESETS
-from zinfer.planning.simulation import JobEstimator, simulate
+from zinfer.planning.simulation import simulate
 from zinfer.probe.rates import Rates
 from zinfer.ranks.mesh import Mesh
 

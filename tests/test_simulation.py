@@ -11,9 +11,10 @@ from checkpoints import random_prompts, tiny_checkpoint
 from zinfer import LLM, SamplingParams
 from zinfer.errors import PlanError
 from zinfer.planning import simulation
+from zinfer.planning.job_estimator import JobEstimator
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.memory import Footprint
-from zinfer.planning.simulation import JobEstimator, Simulations, in_step, simulate
+from zinfer.planning.simulation import Simulations, in_step, simulate
 from zinfer.planning.step_time import PassTime
 from zinfer.scheduling.schedule import PassSize
 from zinfer.scheduling.sequence import Sequence as TokenSequence

@@ -35,11 +35,11 @@ from zinfer.model.spec import ModelSpec, common_window
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.device_cap import DeviceParts
+from zinfer.planning.job_estimator import JobEstimator, JobPrediction
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.latency import ServingLatency, describe_unreachable, predict_latency
 from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
-from zinfer.planning.simulation import JobEstimator, JobPrediction
 from zinfer.probe.limits import MachineLimits
 from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.requests.stop_criteria import find_end_token_ids

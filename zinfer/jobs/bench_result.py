@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zinfer.jobs.comparison import Compared
 from zinfer.offload.stats import RunStats
-from zinfer.planning.simulation import JobPrediction
+from zinfer.planning.job_estimator import JobPrediction
 from zinfer.ranks.mesh import Mesh
 
 

@@ -8,7 +8,8 @@ From a configuration to a plan, one file per step:
     kv_budget       the same for continuous batching: pages, and tokens per pass
     placement       the home of each block, and the buffers that stream the rest (host_placement: the host's part)
     step_time       seconds per pass, by resource
-    simulation      the passes of a job, and their seconds
+    simulation      the passes of a job
+    job_estimator   their seconds
     plan, job_plan  a batch and a job: the steps above, for given sizes or the fastest of several
     advice          changes that make it faster
     tables          output as tables and JSON

@@ -12,10 +12,11 @@ from typing import Any, Final, NamedTuple
 from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError, PlanError
 from zinfer.planning.device_cap import DeviceParts
+from zinfer.planning.job_estimator import JobEstimator, JobPrediction
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.placement import Plan
 from zinfer.planning.plan import Case
-from zinfer.planning.simulation import JobEstimator, JobPrediction, Simulations, simulated_ranks
+from zinfer.planning.simulation import Simulations, simulated_ranks
 from zinfer.scheduling.schedule import PassSize
 
 ROWS_TOGETHER: Final = 4096

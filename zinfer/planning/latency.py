@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from zinfer.planning.simulation import JobEstimator
+from zinfer.planning.job_estimator import JobEstimator
 from zinfer.scheduling.schedule import PassSize
 from zinfer.units import duration
 

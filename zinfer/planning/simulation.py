@@ -1,4 +1,4 @@
-"""Simulate the passes of a job with the real scheduler, over sequences without tokens, and predict their time.
+"""Simulate the passes of a job with the real scheduler, over sequences without tokens.
 
 Shared prefixes and sequences that end early make a job shorter; neither is simulated.
 
@@ -9,182 +9,23 @@ passes come at different times, so that nearly every pass is a large one for som
 simulated, each with rows of its own; others make the same passes as one of them at other times.
 """
 
-import functools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import compress, zip_longest
-from random import Random
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from zinfer.errors import ConfigError, PlanError
+from zinfer.errors import PlanError
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.planning.step_time import PassTime, speed
-from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.sequence import Sequence as TokenSequence
-from zinfer.units import duration
 
-_TWO_SIZES: Final = (1024, 2048)
-"""Tokens of two passes whose difference is matrix work alone."""
 _IDLE: Final = PassSize(0, 0, 0)
 _MOST_RANKS: Final = 8
 _LATER: Final = 3  # passes
-
-
-@dataclass(frozen=True)
-class JobPrediction:
-    """Predicted time of a job.
-
-    Attributes:
-        seconds: total of all passes.
-        num_passes: number of passes.
-        tokens_per_pass: average number of tokens computed per pass.
-        tokens_per_s: new tokens per second.
-        bottleneck: the resource that limits most passes.
-        most_together: maximum number of sequences that one pass gave a token.
-        busy_s: seconds of work of each resource in all passes, by the names of `PassTime.terms`.
-    """
-
-    seconds: float
-    num_passes: int
-    tokens_per_pass: float
-    tokens_per_s: float
-    bottleneck: str
-    most_together: int
-    busy_s: Mapping[str, float]
-
-    def repeated(self, times: float) -> "JobPrediction":
-        """Return the prediction of as many passes again and again."""
-        if times == 1:
-            return self
-        busy_s = {name: seconds * times for name, seconds in self.busy_s.items()}
-        num_passes = round(self.num_passes * times)
-        return replace(self, seconds=self.seconds * times, num_passes=num_passes, busy_s=busy_s)
-
-    def __str__(self) -> str:
-        return (
-            f"{duration(self.seconds)}, {self.num_passes:,} passes of {self.tokens_per_pass:,.0f} tokens "
-            f"({self.bottleneck}), {speed(self.tokens_per_s)}"
-        )
-
-
-@dataclass(frozen=True)
-class JobEstimator:
-    """Predicts the time of passes, simulated or computed ones.
-
-    Attributes:
-        budget: budget of pages and tokens.
-        window: largest attention window of all layers; None if a layer attends to all tokens.
-        token_bytes: KV-cache bytes of one token in all layers.
-        pass_time: `PassClock.pass_time`.
-        latency_s: most seconds between two tokens of a sequence; None: passes are as large as the budget allows.
-        num_ranks: that make passes in step, each with rows of its own.
-    """
-
-    budget: BatchingBudget
-    window: int | None
-    token_bytes: int
-    pass_time: Callable[..., PassTime]
-    latency_s: float | None = None
-    num_ranks: int = 1
-
-    @functools.cached_property
-    def target(self) -> LatencyTarget | None:
-        """Limits passes to what keeps the latency, by prediction until passes are observed."""
-        if self.latency_s is None:
-            return None
-        return LatencyTarget(self.latency_s, self._pass_seconds, self.budget.tokens_per_pass, self.budget.num_sets)
-
-    @property
-    def order(self) -> PassOrder:
-        """The predicted order of every pass."""
-        return USUAL if self.target is None else self.target.order()
-
-    @property
-    def most_tokens(self) -> int:
-        """Most tokens of a pass, as predicted."""
-        return self.order.most_tokens or self.budget.tokens_per_pass
-
-    def free_tokens(self) -> int:
-        """Return the tokens of a pass that take no longer than streaming its weights; 0 if nothing streams."""
-        few, many = (self.pass_time(number, 1, cache_bytes=0) for number in _TWO_SIZES)
-        few_s, many_s = (each.terms["matrix work"] for each in (few, many))
-        token_s = (many_s - few_s) / (many.num_tokens - few.num_tokens)
-        return max(int((few.transfer_s - few_s) / token_s) + few.num_tokens, 0) if few.transfer_s else 0
-
-    def of_texts(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
-        """Predict prompts without shared prefixes; arguments as for `LLM.predict`.
-
-        Other ranks in step have such prompts too, in another order.
-
-        Raises:
-            ConfigError: there are no prompts.
-            PlanError: a sequence does not fit the cache even alone.
-        """
-        if not prompt_lens:
-            raise ConfigError("there are no prompts to predict; give the length of at least one")
-        each = [new_tokens] * len(prompt_lens) if isinstance(new_tokens, int) else new_tokens
-        rows, draw = list(zip(prompt_lens, each, strict=True)), Random(0)
-        several = [rows, draw.sample(rows, len(rows))][: simulated_ranks(self.num_ranks, rows)]
-        passes = []
-        for one in several:
-            lengths, news = zip(*one, strict=True)
-            passes.append(simulate(lengths, news, self.budget, self.window, self.order))
-        return self.of_passes(in_step(passes, self.num_ranks), passes[0])
-
-    def of_passes(self, sizes: Sequence[PassSize], own: Sequence[PassSize] | None = None) -> JobPrediction:
-        """Predict passes of these sizes.
-
-        Args:
-            own: those of one rank, whose tokens count, if ``sizes`` are of ranks in step.
-
-        Raises:
-            ConfigError: there are no passes.
-        """
-        if not sizes:
-            raise ConfigError("no pass was computed yet, so none can be predicted")
-        times = [self.time_of(size) for size in sizes]
-        seconds = sum(each.seconds for each in times)
-        names = [each.bottleneck for each in times]
-        own = sizes if own is None else own
-        num_tokens, num_new = sum(size.num_tokens for size in own), sum(size.num_samples for size in own)
-        return JobPrediction(
-            seconds=seconds,
-            num_passes=len(sizes),
-            tokens_per_pass=num_tokens / len(sizes),
-            tokens_per_s=num_new / seconds,
-            bottleneck=max(set(names), key=names.count),
-            most_together=max(size.num_samples for size in own),
-            busy_s={name: sum(each.terms[name] for each in times) for name in times[0].terms},
-        )
-
-    def _pass_seconds(self, num_tokens: int) -> float:
-        return self.time_of(PassSize(num_tokens, 1, num_tokens)).seconds
-
-    def time_of(self, size: PassSize) -> PassTime:
-        """Predict one pass."""
-        budget = self.budget
-        return self.pass_time(
-            size.num_tokens,
-            size.num_samples,
-            cache_bytes=size.num_context * self.token_bytes,
-            num_pairs=size.num_pairs,
-            num_parts=-(-size.num_tokens // budget.most_part_tokens),
-            lent_bytes=size.num_lent_pages * budget.page_size * self.token_bytes,
-            hosted_bytes=self._num_hosted(size) * self.token_bytes if budget.is_hosted else 0,
-        )
-
-    def _num_hosted(self, size: PassSize) -> int:
-        """Return the tokens whose KV-cache pages a pass copies from host memory; last pages count as half full.
-
-        Ignores windows of single layers, which copy less.
-        """
-        num_before, page_size = size.num_context - size.num_tokens, self.budget.page_size
-        return min(num_before + size.num_samples * page_size // 2, self.budget.num_pages * page_size)
 
 
 def simulate(
