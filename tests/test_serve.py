@@ -247,6 +247,8 @@ def test_prompts_are_scored(client: openai.OpenAI, server: Server, model: Path) 
         info = http.get("/tokenizer_info").json()
         plain = http.post("/v1/completions", json={"prompt": ids, "prompt_logprobs": 2, "max_tokens": 1}).json()
         streamed = http.post("/v1/completions", json={"prompt": ids, "prompt_logprobs": 2, "stream": True})
+        said = {"messages": [{"role": "user", "content": "ab"}], "prompt_logprobs": 0, "max_tokens": 1}
+        chat = http.post("/v1/chat/completions", json=said).json()
         vectors = http.post("/v1/embeddings", json={"input": "a"})
         nothing = http.post("/score", json={"prompt": "a", "completions": ["b", ""]})
     assert answer["data"][0]["token_logprobs"] == pytest.approx(chosen[-2:], abs=1e-4)
@@ -257,6 +259,8 @@ def test_prompts_are_scored(client: openai.OpenAI, server: Server, model: Path) 
     assert info["chat_template"] == TEMPLATE
     first, *others = plain["choices"][0]["prompt_logprobs"]
     assert first is None
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in chat["choices"][0]
     assert [each[str(token_id)]["logprob"] for each, token_id in zip(others, ids[1:], strict=True)] == pytest.approx(
         chosen, abs=1e-4
     )

@@ -55,7 +55,10 @@ class Call:
                 self._whole_choice(encoded, echo, each, len(choices) + place) for place, each in enumerate(completions)
             ]
         num_new = sum(len(each.token_ids) for completions in found for each in completions)
-        return {**self._frame(is_chunk=False), "choices": choices, "usage": self._usage(num_new)}
+        answer = {**self._frame(is_chunk=False), "choices": choices, "usage": self._usage(num_new)}
+        if self.is_chat and (scores := found[0][0].prompt_logprobs) is not None:  # not in the choices, as vLLM's
+            answer["prompt_logprobs"] = self.service.choices.scores(self.several[0].prompt_ids, scores)
+        return answer
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; an error after the first of them is an event too, one before is raised."""
@@ -83,7 +86,7 @@ class Call:
         choices, scores = self.service.choices, completion.prompt_logprobs
         skips_special = encoded.params.skip_special_tokens
         choice = choices.whole(completion, is_chat=self.is_chat, skips_special=skips_special, echo=echo)
-        if echo is None and scores is not None:
+        if not self.is_chat and echo is None and scores is not None:
             choice["prompt_logprobs"] = choices.scores(encoded.prompt_ids, scores)
         if self.open_parser is not None:
             choice = with_calls(choice, self.open_parser())
