@@ -260,6 +260,7 @@ class Workload:
             ended = len(sequence.output_ids) >= self.rows[sequence.number].end_after
             if ended and sequence.state is not SequenceState.FINISHED:
                 self.scheduler.end(sequence)
+            if ended:  # by a right guess, perhaps, after it was swapped out
                 self.engine.forget(sequence)
 
     def _abort(self, at: int, during_pass: bool) -> None:

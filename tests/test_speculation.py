@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from checkpoints import random_prompts, tiny_checkpoint
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs_support import letters_model
 from llm_support import token_bytes
@@ -67,6 +67,15 @@ def test_a_drafter_follows_its_sequences() -> None:
     assert drafter.guess([first], 2) == {0: (4, 9)}
 
 
+SWAPPED_AT_THE_END = [
+    Row(0, 0, 1, 0, 8, 8, 0, None, is_background=True),
+    Row(0, 0, 1, 0, 40, 1, 0, None),
+    Row(0, 0, 1, 0, 3, 3, 0, None, is_background=True),
+    Row(0, 16, 6, 0, 12, 12, 0, None),
+]
+"""The third one is swapped out while a pass verifies its last guess."""
+
+
 @given(rows=st.lists(ROWS, min_size=1, max_size=8), room=ROOMS, guesses=GUESSES)
 @settings(max_examples=NUM_WORKLOADS // 2)
 def test_every_sequence_says_what_it_says_without_guesses(
@@ -77,6 +86,7 @@ def test_every_sequence_says_what_it_says_without_guesses(
 
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=8), room=ROOMS, guesses=GUESSES, num_sets=st.integers(2, 4))
+@example(rows=SWAPPED_AT_THE_END, room=Room(16, 0, 2, 2, None, "arrival", None), guesses=((1, 0),), num_sets=2)
 @settings(max_examples=NUM_WORKLOADS // 2)
 def test_sets_in_flight_verify_guesses_too(
     rows: list[Row], room: Room, guesses: tuple[tuple[int, int], ...], num_sets: int

@@ -203,7 +203,7 @@ class RunningRequests:
         request, sequence = each.request, each.sequence
         if sequence.state is not SequenceState.FINISHED:
             self._scheduler.end(sequence)
-            self._cache.forget(sequence.number)
+        self._cache.forget(sequence.number)  # also of one whose guesses were right after it was swapped out
         del self.by_number[sequence.number]
         self._matched.discard(sequence.number)
         if self._suspects.pop(sequence.number, None) is not None and not self._suspects:

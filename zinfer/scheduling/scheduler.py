@@ -208,7 +208,10 @@ class Scheduler:
             sequence.guesses = ()
 
     def accept(self, sequence: Sequence, token_id: int) -> None:
-        """Append the token that was sampled behind a right guess of the pass before; called after `receive`."""
+        """Append the token that was sampled behind a right guess of the pass before; called after `receive`.
+
+        It may end the sequence, as `end` does.
+        """
         assert not sequence.is_awaited
         sequence.output_ids.append(token_id)
         if sequence.state is SequenceState.RUNNING:  # else it is computed again
