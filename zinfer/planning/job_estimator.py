@@ -8,7 +8,7 @@ from typing import Final
 
 from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.planning.simulation import in_step, simulate, simulated_ranks
+from zinfer.planning.simulation import Simulations, simulated_ranks
 from zinfer.planning.step_time import PassTime, speed
 from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.pass_order import USUAL, PassOrder
@@ -112,13 +112,13 @@ class JobEstimator:
         if not prompt_lens:
             raise ConfigError("there are no prompts to predict; give the length of at least one")
         each = [new_tokens] * len(prompt_lens) if isinstance(new_tokens, int) else new_tokens
-        rows, draw = list(zip(prompt_lens, each, strict=True)), Random(0)
-        several = [rows, draw.sample(rows, len(rows))][: simulated_ranks(self.num_ranks, rows)]
-        passes = []
-        for one in several:
-            lengths, news = zip(*one, strict=True)
-            passes.append(simulate(lengths, news, self.budget, self.window, self.order))
-        return self.of_passes(in_step(passes, self.num_ranks), passes[0])
+        rows, other = list(zip(prompt_lens, each, strict=True)), None
+        if simulated_ranks(self.num_ranks, rows) > 1:
+            lengths, news = zip(*Random(0).sample(rows, len(rows)), strict=True)
+            other = lengths, news
+        simulations = Simulations(prompt_lens, each, self.window, other=other, num_ranks=self.num_ranks)
+        passes = simulations.under(self.budget, self.order)
+        return self.of_passes(passes.together, passes.own)
 
     def of_passes(self, sizes: Sequence[PassSize], own: Sequence[PassSize] | None = None) -> JobPrediction:
         """Predict passes of these sizes.
