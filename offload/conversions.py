@@ -16,7 +16,6 @@ from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Conversion
 from zinfer.offload.slots import Slot
 from zinfer.offload.source import DiskSource
-from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.transfer import Target, Transfer
 from zinfer.offload.transfer_lane import TransferLane
 
@@ -54,7 +53,6 @@ class Conversions:
         reader: reads the checkpoint files.
         take_tensors: returns the tensors of blocks whose weights are in memory.
         done: called with each block whose conversion, and copy to its home, is enqueued.
-        checksums: collects checksums of the bytes read.
     """
 
     def __init__(
@@ -64,13 +62,11 @@ class Conversions:
         reader: Reader,
         take_tensors: TakeTensors | None = None,
         done: Callable[[Block], None] | None = None,
-        checksums: TensorChecksums | None = None,
     ) -> None:
         self._lane = lane
         self._reader = reader
         self._take_tensors = take_tensors
         self._done = done
-        self._checksums = checksums
         self._blocks = blocks
         self._free: deque[Slot] = deque()
         self._scratch: torch.Tensor | None = None
@@ -96,7 +92,7 @@ class Conversions:
         transfer: Transfer | None = None
         if conversion.extents:
             stored = Block(block.index, block.name, conversion.layout, conversion.extents, checksum=block.checksum)
-            source = DiskSource(stored, self._reader, self._lane.slot_bytes, self._checksums)
+            source = DiskSource(stored, self._reader, self._lane.slot_bytes)
             transfer = Transfer(block.name, source, Target(slot.buffer, self._lane.stream, slot.reusable_after))
         self._under_way.append(_UnderWay(block, conversion, slot, transfer, home, ready))
         if transfer is None:

@@ -18,7 +18,6 @@ from zinfer.offload.ranks import Ranks
 from zinfer.offload.slots import Slot
 from zinfer.offload.source import DeviceSource, DiskSource, HostSource, Source
 from zinfer.offload.stream import HostStream, drain
-from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.transfer import Target, Transfer
 from zinfer.offload.transfer_lane import TransferLane
 
@@ -37,7 +36,6 @@ class Homes:
         reader: reads the checkpoint files, now and while streaming.
         lanes: read from disk; that of HOST into host slabs, that of DISK to the device.
         take_tensors: returns the tensors of blocks without extents.
-        checksums: collects checksums of the bytes read; for blocks that stay on disk, when they first stream.
         ranks: the others that the model is shared with; each has its range of every shared slab.
 
     ``sources`` has the streamed blocks' sources and ``resident`` the other blocks' tensors, by block index;
@@ -54,7 +52,6 @@ class Homes:
         reader: Reader,
         lanes: Mapping[Tier, TransferLane],
         take_tensors: TakeTensors | None = None,
-        checksums: TensorChecksums | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = ranks
@@ -68,8 +65,7 @@ class Homes:
         self._slabs: list[HostBuffer] = []
         self._pinned: list[Future[None]] = []
         self._transfers: list[Transfer] = []
-        self._checksums = checksums
-        self._conversions = Conversions(blocks, lanes[Tier.DISK], reader, take_tensors, checksums=checksums)
+        self._conversions = Conversions(blocks, lanes[Tier.DISK], reader, take_tensors)
         self.sources: dict[int, Source] = {}
         self.resident: dict[int, dict[str, torch.nn.Parameter]] = {}
         self.device_bytes = 0
@@ -202,7 +198,7 @@ class Homes:
         self._scattered.clear()
 
     def _disk_source(self, block: Block, tier: Tier) -> DiskSource:
-        return DiskSource(block, self._reader, self._lanes[tier].slot_bytes, self._checksums)
+        return DiskSource(block, self._reader, self._lanes[tier].slot_bytes)
 
     def _raise_early_failure(self) -> None:
         while self._transfers and self._transfers[0].is_over:

@@ -12,11 +12,11 @@ import torch
 
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Tier
+from zinfer.offload.block_checksum import BlockChecksum
 from zinfer.offload.chunks import cut_chunks
 from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
 from zinfer.offload.staging import StagingBuffer
 from zinfer.offload.stream import CopyStream
-from zinfer.offload.tensor_checksums import BlockChecksum, BlockHash, BlockTap, TensorChecksums
 
 
 class Source(ABC):
@@ -41,23 +41,15 @@ class Source(ABC):
 
 
 class DiskSource(Source):
-    """Reads a block's extents in place from the checkpoint files, at most ``chunk_bytes`` a part.
-
-    Args:
-        checksums: collected during the first transfer.
-    """
+    """Reads a block's extents in place from the checkpoint files, at most ``chunk_bytes`` a part."""
 
     tier = Tier.DISK
     staged = True
 
-    def __init__(
-        self, block: Block, reader: Reader, chunk_bytes: int, checksums: TensorChecksums | None = None
-    ) -> None:
+    def __init__(self, block: Block, reader: Reader, chunk_bytes: int) -> None:
         assert block.extents or not block.nbytes, f"block {block.name} has no bytes on disk"
         self._chunks = cut_chunks(block.extents, chunk_bytes)
-        self._hashes: list[BlockHash] = [BlockChecksum(block)] if block.checksum is not None else []
-        if checksums is not None:
-            self._hashes.append(BlockTap(checksums, block.extents))
+        self._checksum = BlockChecksum(block) if block.checksum is not None else None
         self._reader = reader
         self.num_parts = len(self._chunks)
         self.wire_bytes = sum(chunk.wire_bytes for chunk in self._chunks)
@@ -77,9 +69,8 @@ class DiskSource(Source):
         sources = [piece.source(staging.tensor) for piece in placements]
         if staging.tensor.device.type == "cpu":  # runs cross the link as one; on a device the copy's stream packs them
             sources = [source.contiguous() for source in sources]
-        for each in self._hashes:
-            if not each.is_done:
-                each.add(part, self.num_parts, [source.reshape(-1) for source in sources])
+        if self._checksum is not None and not self._checksum.is_done:
+            self._checksum.add(part, self.num_parts, [source.reshape(-1) for source in sources])
         for piece, source in zip(placements, sources, strict=True):
             place = piece.target(target)
             if piece.dtype == piece.slab_dtype:

@@ -33,7 +33,6 @@ from zinfer.model.context_length import read_limits
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec, common_window
 from zinfer.offload.stats import RunStats
-from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.job_estimator import JobEstimator, JobPrediction
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
@@ -58,7 +57,7 @@ class BatchedModel:
     Args:
         model: as for `zinfer.init_inference`, or an open checkpoint.
         settings: the resolved configuration, for batches.
-        tokenizer, swaps_to_disk, checksums, prepare, beside_load: as for `LLM`.
+        tokenizer, swaps_to_disk, prepare, beside_load: as for `LLM`.
         draft: a small model that guesses tokens, which this one closes; None: there is none.
 
     Attributes:
@@ -75,7 +74,6 @@ class BatchedModel:
         *,
         tokenizer: Any,
         swaps_to_disk: bool | None,
-        checksums: TensorChecksums | None,
         prepare: Prepare,
         beside_load: BesideLoad | None,
         draft: SmallModel | None,
@@ -104,7 +102,6 @@ class BatchedModel:
                 check_model=check_family,
                 find_reserve=find_reserve,
                 replays_passes=True,
-                checksums=checksums,
                 prepare=prepare,
                 beside_load=loading,
             )

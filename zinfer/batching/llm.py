@@ -18,7 +18,6 @@ from zinfer.config.settings import mute_key_report, say_without_effect
 from zinfer.engine.division import Prepare
 from zinfer.engine.prepare import PreparedModel
 from zinfer.errors import ConfigError
-from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.job_plan import Job
 from zinfer.planning.job_sizes import SWAPS, choose_sizes, find_swaps
 from zinfer.probe.limits import find_limits
@@ -43,7 +42,6 @@ class LLM(BatchedModel):
             are token ids.
         swaps_to_disk: whether preempted sequences are swapped to ``offload_param.nvme_path`` once their share of host
             memory is full; None: if a path is stated and swapping is faster than recomputing.
-        checksums: collects checksums of the weights as they are read.
         prepare: partitions the module; by default over the weights of its checkpoint.
         beside_load: a context for the time in which weights are loaded, from the planned device memory and the sizes of
             batches; the KV cache is not there yet.
@@ -76,7 +74,6 @@ class LLM(BatchedModel):
         *,
         tokenizer: Any = None,
         swaps_to_disk: bool | None = None,
-        checksums: TensorChecksums | None = None,
         prepare: Prepare = PreparedModel.of,
         beside_load: BesideLoad | None = None,
         job: Job | None = None,
@@ -102,7 +99,6 @@ class LLM(BatchedModel):
                 settings,
                 tokenizer=tokenizer,
                 swaps_to_disk=swaps_to_disk,
-                checksums=checksums,
                 prepare=prepare,
                 beside_load=beside_load,
                 draft=draft,

@@ -29,7 +29,6 @@ from zinfer.offload.staging import DeviceBuffer, StagingRing
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.streamer import Streamer
-from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace, of_rank
 from zinfer.offload.transfer_lane import TransferLane
 from zinfer.planning.placement import Plan
@@ -73,7 +72,6 @@ class Runtime:
         wrap: wraps the model's own forward, inside the pass counter.
         cuts: splits graphs at streamed blocks.
         lock: held while the model runs.
-        checksums: collects checksums of weights as they are read.
         ranks: the other ranks of the job; those among them that share the weights are its `members`.
     """
 
@@ -91,7 +89,6 @@ class Runtime:
         wrap: Callable[[Forward], Forward] | None = None,
         cuts: GraphSplits | None = None,
         lock: AbstractContextManager[bool] | None = None,
-        checksums: TensorChecksums | None = None,
         ranks: ModelRanks | None = None,
     ) -> None:
         self._plan = plan
@@ -114,7 +111,7 @@ class Runtime:
                 tier: owned.enter_context(closing(TransferLane(tier.value, stream, rings[tier], trace)))
                 for tier, stream in streams.items()
             }
-            self._homes = owned.enter_context(closing(self._fill_homes(blocks, checksums)))
+            self._homes = owned.enter_context(closing(self._fill_homes(blocks)))
             staged = [rings[source.tier] for source in self._homes.sources.values() if source.staged]
             if self._staging not in staged:  # it only filled the homes
                 self._staging.close()
@@ -159,16 +156,14 @@ class Runtime:
         device = self._lanes[Tier.HOST].stream.device
         return lambda name: check_agreement(ranks, f"state_dict of {name}", (), {}, model, device)
 
-    def _fill_homes(self, blocks: Sequence[ModelBlock], checksums: TensorChecksums | None) -> Homes:
+    def _fill_homes(self, blocks: Sequence[ModelBlock]) -> Homes:
         by_index = {block.block.index: block for block in blocks}
 
         def take(block: Block) -> Mapping[str, torch.Tensor]:
             return _take_tensors(by_index[block.index])
 
         homes = self._plan.homes
-        return Homes(
-            [block.block for block in blocks], homes, self._reader, self._lanes, take, checksums, self._sharing
-        )
+        return Homes([block.block for block in blocks], homes, self._reader, self._lanes, take, self._sharing)
 
     def _open_streamer(self, streamed: list[Block], synchronous: bool) -> Streamer:
         plan, stream = self._plan, self._lanes[Tier.HOST].stream

@@ -35,7 +35,6 @@ from zinfer.model.partition import ModelBlock
 from zinfer.offload.partition import WHOLE
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
-from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace
 from zinfer.planning.device_cap import DeviceParts, naming_least_cap
 from zinfer.planning.memory import Footprint
@@ -64,7 +63,6 @@ class StreamedModel:
             whatever the cap of the budgets; by default for the batch that the settings state. Ranks get the same
             numbers, the smallest of any.
         replays_passes: the caller captures whole passes, in ``pass_graphs``, not only the module's forward.
-        checksums: collects checksums of weights as they are read.
         prepare: partitions the module, divided among ranks or not; by default over the weights of its checkpoint.
         beside_load: a context for the time in which weights are loaded, from the planned device memory.
 
@@ -95,7 +93,6 @@ class StreamedModel:
         check_model: Callable[[PreTrainedModel], object] | None = None,
         find_reserve: FindReserve | None = None,
         replays_passes: bool = False,
-        checksums: TensorChecksums | None = None,
         prepare: Prepare = PreparedModel.of,
         beside_load: Callable[[DeviceParts], AbstractContextManager[object]] = nullcontext,
     ) -> None:
@@ -120,7 +117,7 @@ class StreamedModel:
             self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)
             division.connect(self.module, prepared)
             with self.cap.explaining(), beside_load(self.device_parts):
-                runtime = self._load(prepared, lambda: open_stream(self.device), graphs, checksums)
+                runtime = self._load(prepared, lambda: open_stream(self.device), graphs)
             division.connect_outputs(runtime.serve_next)
             owned.pop_all()
         self.stages = division.stages
@@ -216,7 +213,6 @@ class StreamedModel:
         prepared: PreparedModel,
         open_stream: Callable[[], CopyStream],
         graphs: ForwardGraphs | None,
-        checksums: TensorChecksums | None,
     ) -> Runtime:
         """Fill the homes, and let the module's forward find its weights there."""
         return Runtime(
@@ -231,7 +227,6 @@ class StreamedModel:
             wrap=self._acceleration.wrap,
             cuts=graphs.cuts if graphs else None,
             lock=self._lock,
-            checksums=checksums,
             ranks=self.ranks,
         )
 

@@ -14,7 +14,6 @@ from zinfer.jobs.records import Encoding
 from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.request import JobRequest
 from zinfer.offload.stats import RunStats
-from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.planning.job_sizes import SWAPS, Sizes, find_swaps
 from zinfer.requests.completion import Completion
@@ -74,10 +73,9 @@ class RaggedCompleter(Completer):
     Args:
         stated: sizes set in the configuration.
         kept: sizes that were planned, or those of the completer that began the job; stated ones come first.
-        checksums: updated with the weights as they are read.
     """
 
-    def __init__(self, request: JobRequest, stated: Batching, kept: Sizes, checksums: TensorChecksums | None) -> None:
+    def __init__(self, request: JobRequest, stated: Batching, kept: Sizes) -> None:
         options: dict[str, Any] = {
             name: size for name, size in kept.items() if name != SWAPS and getattr(stated, name) in (None, "auto")
         }
@@ -91,7 +89,6 @@ class RaggedCompleter(Completer):
             request.model,
             request.config,
             swaps_to_disk=swaps,
-            checksums=checksums,
             beside_load=self._rehearsal.beside_load,
             **options,
         )

@@ -195,10 +195,7 @@ class ExecutionMode:
         rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
         kept = f"The rows in {self._request.output} are kept"
         with _job_errors(rows, kept), closing(self.completer.complete(prompts, missing)) as completed:
-            for each in completed:
-                if self._weights is not None:
-                    self._weights.hash_unread()
-                yield each
+            yield from completed
         meter.end_batch()
         self.computing_s += time.monotonic() - begin_s
 
@@ -215,15 +212,15 @@ class ExecutionMode:
                 self.completer.close()
 
     def _open(self, prompts: Sequence[Prompt], sizes: Sizes) -> Completer:
-        request, checksums = self._request, self._weights.checksums if self._weights is not None else None
+        request = self._request
         if self.is_batched:
-            return RaggedCompleter(request, self._settings.batching, sizes, checksums)
+            return RaggedCompleter(request, self._settings.batching, sizes)
         options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
         if self._is_padded and self._plans_room:
             options |= batch_shape(prompts)
         settings = resolve_settings(request.config, {"device": request.device, **options})
         find_reserve = self._find_reserve(prompts) if self._encodes else None
-        engine = InferenceEngine(request.model, settings, find_reserve=find_reserve, checksums=checksums)
+        engine = InferenceEngine(request.model, settings, find_reserve=find_reserve)
         if self._is_padded:
             return PaddedCompleter(engine, self._tokenizer, self._limits.most_tokens)
         pad_token_id = find_pad_token_id(padding_config(engine.module), self._tokenizer)

@@ -202,8 +202,6 @@ class _Job:
         assert RowState.MISSING not in states
         if not out.is_begun:  # an empty input
             out.begin(self._manifest)
-        self._weights.wait()
-        self._keep_weights(out)
         out.check_unaltered()
         summary = self._summary(records)
         self._write_report(summary)
@@ -213,7 +211,7 @@ class _Job:
 
     def close(self) -> None:
         """Stop threads and processes, and free memory."""
-        with closing(self._mode), closing(self._weights), closing(self._encoder):
+        with closing(self._mode), closing(self._encoder):
             pass
 
     def _new_manifest(self) -> Manifest:
@@ -245,7 +243,7 @@ class _Job:
         else:
             out.check_same_job(now)
         if former is not None:
-            self._weights.adopt(former.weights, self._meter.note)
+            self._weights.check_same(former.weights, self._meter.note)
             if self._weights.files != former.weights:
                 out.keep(replace(former, weights=self._weights.files))
             if former.versions != now.versions:
@@ -317,15 +315,8 @@ class _Job:
             for prompt, answer in answers:
                 if self._peers is not None:
                     self._peers.check()
-                self._keep_weights(out)
                 if (ordinal := missing.get(id(prompt))) is not None:
                     records.write(ordinal, prompt, answer)
-
-    def _keep_weights(self, out: OutputFile) -> None:
-        """Store new checksums in the manifest."""
-        if self._weights.has_new_checksums():
-            assert out.manifest is not None
-            out.keep(replace(out.manifest, weights=self._weights.files))
 
     def _summary(self, records: Records) -> JobSummary:
         meter, completer = self._meter, self._mode.completer

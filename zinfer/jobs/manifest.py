@@ -18,7 +18,7 @@ from zinfer.nvme.whole_file import place_file
 from zinfer.requests.field_errors import field_error
 
 KIND: Final = "zinfer batch job"
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 def _size(value: object) -> int | str:
@@ -41,7 +41,7 @@ class Manifest:
     """
 
     kind: Literal["zinfer batch job"] = KIND
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     model: dict[str, str]
     input: dict[str, str | int]
     settings: dict[str, str | int]
