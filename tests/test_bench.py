@@ -8,18 +8,22 @@ from typing import Any
 import pytest
 import torch
 from plan_support import machine_with, rates
+from reader_support import PAGE
 from typer.testing import CliRunner, Result
 
+from zinfer.batching.llm import LLM
 from zinfer.cli import app
 from zinfer.config import Settings, resolve_settings
 from zinfer.engine import random_weights
-from zinfer.engine.random_weights import random_bytes, write_random
+from zinfer.engine.random_weights import RandomWeights, random_bytes, write_random
 from zinfer.engine.routing import skew_routers, skewed_choice
 from zinfer.errors import ConfigError, JobError
+from zinfer.jobs import bench as bench_module
 from zinfer.jobs import memory_cap
 from zinfer.jobs.bench import BenchRequest, BenchResult, run_bench
 from zinfer.jobs.bench_summary import bench_document, bench_table
 from zinfer.jobs.memory_cap import held_beyond
+from zinfer.nvme.page_cache import CachedPages
 from zinfer.planning import job_sizes
 from zinfer.planning.presets import Machine
 
@@ -132,6 +136,25 @@ def test_sizes_are_planned_with_the_disk_of_the_random_weights(tmp_path: Path, m
     assert bench(folder_of(LLAMA, tmp_path), config=on_disk(tmp_path)).num_new_tokens == 6
     assert read == [(tmp_path / "scratch", 1 << 20)]
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_what_stays_on_disk_is_read_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Homes are filled from the page cache, which would make the passes too fast."""
+    measure, held = bench_module._measure, list[bool]()
+
+    def looking(request: BenchRequest, llm: LLM, weights: RandomWeights, *more: Any) -> BenchResult:
+        with weights.file.open("rb") as file:
+            pages = CachedPages(file.fileno())
+        places = range(0, weights.file_bytes - PAGE, PAGE)
+        held.append(sum(pages.hold(place, PAGE) for place in places) > len(places) // 2)
+        return measure(request, llm, weights, *more)
+
+    monkeypatch.setattr(bench_module, "_measure", looking)
+    model = folder_of(LLAMA, tmp_path)
+    bench(model, config=on_disk(tmp_path))
+    monkeypatch.setattr(RandomWeights, "leave_cache", lambda self: None)
+    bench(model, config=on_disk(tmp_path))
+    assert held == [False, True]
 
 
 def test_numbers_that_are_not_finite_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Random weights for a model of which only config.json exists, to measure how fast it would run.
 
 All blocks are read from one file of random numbers, one after the other and from its beginning again, so that homes
-of a terabyte are filled and streamed through the real pipeline with little disk. The file is read with direct I/O like
-any checkpoint, at full traffic.
+of a terabyte are filled and streamed through the real pipeline with little disk. Homes are filled from the page cache;
+after `RandomWeights.leave_cache` the file is read with direct I/O like any checkpoint, at full traffic.
 """
 
 import errno
@@ -92,9 +92,13 @@ class RandomWeights:
         blocks = _aliased(prepared.blocks, self.file, num_bytes)
         if is_first:
             self.blocks = blocks
-            self.file_bytes = write_random(self.file, num_bytes, find_dtype(module), self._own_ranges())
+            self.file_bytes = write_random(self.file, num_bytes, find_dtype(module), self._own_ranges(), cached=True)
         files = {self.file: FileIdentity.of(self.file)}
         return replace(prepared, checkpoint=replace(checkpoint, files=files), blocks=blocks)
+
+    def leave_cache(self) -> None:
+        """Let the system forget the file's pages, so that passes read them from the disk."""
+        _forget_pages(self.file)
 
     def _own_ranges(self) -> list[tuple[int, int]] | None:
         """Return first and last bytes of this rank's ranges in the file; None: all of it."""
@@ -140,7 +144,12 @@ def _aliased(blocks: Sequence[ModelBlock], file: Path, num_bytes: int) -> tuple[
 
 
 def write_random(
-    file: Path, num_bytes: int, dtype: torch.dtype, ranges: Sequence[tuple[int, int]] | None = None
+    file: Path,
+    num_bytes: int,
+    dtype: torch.dtype,
+    ranges: Sequence[tuple[int, int]] | None = None,
+    *,
+    cached: bool = False,
 ) -> int:
     """Write bytes that are finite numbers however a slab reads them, and flush them to the disk.
 
@@ -152,6 +161,7 @@ def write_random(
         num_bytes: its size, rounded up to 4,096.
         dtype: float32, float16 or bfloat16.
         ranges: (begin, end) of the bytes to write, whole pages of 4,096; the others are holes. None: all.
+        cached: whether its pages stay in the system's page cache.
 
     Returns:
         The bytes written.
@@ -180,8 +190,14 @@ def write_random(
                 out.write(turned[max(begin - at, 0) : end - at].numpy().data)
         out.flush()
         os.fsync(out.fileno())
-        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if not cached:
+        _forget_pages(file)
     return needed
+
+
+def _forget_pages(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -197,6 +197,7 @@ def _open(
             f"--memory-cap {human_bytes(request.memory_cap)} (zinfer.max_device_memory): {error}"
         ) from error
     with llm:
+        weights.leave_cache()
         yield llm
         rehearsal.note_passes()
 
