@@ -164,7 +164,7 @@ SLOW = {
 @pytest.fixture(scope="module")
 def at_once(server: Server) -> Iterator[dict[str, Future[Any]]]:
     """What clients found that make the server wait, which it does for all of them at once."""
-    kinds = {"sends": send_slowly, "never reads": lose_answers, "reads": read_slowly}
+    kinds = {"sends": send_slowly, "never reads": lose_answers, "reads": read_slowly, "waits": ask_twice}
     with ThreadPoolExecutor(len(kinds)) as threads:
         yield {name: threads.submit(each, server) for name, each in kinds.items()}
 
@@ -172,6 +172,21 @@ def at_once(server: Server) -> Iterator[dict[str, Future[Any]]]:
 def send_slowly(server: Server) -> dict[str, bytes]:
     with ThreadPoolExecutor(len(SLOW)) as threads:
         return dict(zip(SLOW, threads.map(lambda first: slowly(server, first), SLOW.values()), strict=True))
+
+
+def ask_twice(server: Server) -> list[bytes]:
+    """What a client gets that uses its connection again after longer than a request may take to arrive."""
+    where, found = urlsplit(server.url), []
+    with socket.create_connection((where.hostname, where.port), timeout=30) as client:
+        for _ in range(2):
+            client.sendall(f"GET /health HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {KEY}\r\n\r\n".encode())
+            found.append(client.recv(1000)[:15])
+            time.sleep(2 * ARRIVE_S)
+    return found
+
+
+def test_a_connection_that_waits_for_its_next_request_stays(at_once: dict[str, Future[Any]]) -> None:
+    assert at_once["waits"].result() == [b"HTTP/1.1 200 OK"] * 2
 
 
 def test_requests_that_do_not_arrive_end_their_connections(at_once: dict[str, Future[Any]]) -> None:

@@ -23,7 +23,7 @@ _NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection that is closed, with 408, if its next request does not arrive in time.
+    """A connection that is closed, with 408, if its first request, or one that has begun, does not arrive in time.
 
     A request may take `arrive_s` seconds, and one more for each `LEAST_RATE` bytes that came; so may the rest of a body
     whose answer was sent before, without the latter. Heads, and trailers, beyond 64 KiB get 431. A client that stops to
@@ -85,7 +85,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._computed = self.pipeline[-1][0]
         super().on_response_complete()
-        if not self.pipeline:
+        if not self.pipeline and self._is_arriving:  # the rest of a body; uvicorn limits the pause before a request
             self._await_request()
 
     def _await_request(self) -> None:

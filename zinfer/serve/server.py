@@ -23,6 +23,9 @@ from zinfer.serve.service import Service, ServiceLimits
 from zinfer.serve.service_manager import ServiceManager
 
 _DRAIN_S: Final = 60
+_KEEP_ALIVE_S: Final = 75
+"""Seconds for which a connection stays open without a request: longer than clients and proxies keep one in their pools,
+which else may send on a connection that is being closed (httpx keeps them for 5 s, many proxies for 60)."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ async def _serve(service: Service, options: ServerOptions, say: Callable[[str], 
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=options.drain_s,
+        timeout_keep_alive=_KEEP_ALIVE_S,
     )
     config.load()  # TLS files and addresses are refused before the model is loaded
     sockets = [] if options.uds is not None else [_bind(options)]
