@@ -23,10 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final
 
 import torch
@@ -93,7 +95,12 @@ def server(command: Sequence[str | Path]) -> Iterator[str]:
             if not line:
                 raise RuntimeError(f"the server ended: {said}")
             said += line
-        yield found[1]
+        more = deque[str](maxlen=50)
+        Thread(target=more.extend, args=(process.stdout,), daemon=True).start()  # a full pipe would stop the server
+        try:
+            yield found[1]
+        except AssertionError as error:
+            raise RuntimeError(f"{error}; the server said: {''.join(more) or 'nothing'}") from error
         process.send_signal(signal.SIGTERM)
         process.wait(120)
     finally:

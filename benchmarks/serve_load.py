@@ -63,7 +63,7 @@ class Connection:
         self, method: str, path: str, body: bytes = b"", kind: str = "application/json"
     ) -> tuple[int, AsyncIterator[bytes]]:
         """Send a request; returns its status and the parts of its body, which must be read to the end."""
-        if self._reader is None or self._writer is None or self._writer.is_closing():
+        if self._reader is None or self._writer is None or self._reader.at_eof() or self._writer.is_closing():
             context = ssl.create_default_context() if self._tls else None
             self._reader, self._writer = await asyncio.open_connection(
                 self._host, self._port, ssl=context, limit=_LIMIT_BYTES
