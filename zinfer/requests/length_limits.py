@@ -65,6 +65,12 @@ class LengthLimits:
         """Maximum tokens of a prompt and its new tokens together."""
         return None if self.total is None else self.total.max_tokens
 
+    @property
+    def prompt_limit(self) -> Limit | None:
+        """Maximum tokens of a prompt, whatever follows it."""
+        given = [each for each in (self.prompt, self.total) if each is not None]
+        return min(given, key=lambda each: each.max_tokens, default=None)
+
     def most_new(self, num_prompt: int) -> int | None:
         """Return the maximum new tokens after ``num_prompt`` tokens; None: no limit."""
         after = None if self.total is None else self.total.max_tokens - num_prompt

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -17,8 +18,9 @@ from transformers import AutoTokenizer
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.requests.bad_words import find_bad_word_ids
 from zinfer.requests.chat_templates import ChatTemplates
-from zinfer.requests.length_limits import NO_LIMITS, LengthLimits
+from zinfer.requests.length_limits import NO_LIMITS, LengthLimits, Limit
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.text_beginning import check_beginning
 from zinfer.requests.tools import with_objects
 
 PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -99,7 +101,7 @@ class PromptEncoder:
         Raises:
             ConfigError: the prompt or its params are invalid; gives the remedy.
         """
-        token_ids = self._token_ids(prompt, variables, tools)
+        token_ids = self._token_ids(prompt, variables, tools, self._limits.prompt_limit)
         self._check_tokens(token_ids, is_given=isinstance(prompt, Mapping))
         if params.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; give stop_token_ids instead")
@@ -115,7 +117,7 @@ class PromptEncoder:
 
     def tokenize(self, prompt: PromptLike) -> list[int]:
         """Return the prompt's tokens, however many. Raises ConfigError as `encode`, but for lengths."""
-        return self._token_ids(prompt, None, None)
+        return self._token_ids(prompt, None, None, None)
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each bad word. Raises ConfigError for a word without tokens."""
@@ -141,6 +143,7 @@ class PromptEncoder:
         prompt: PromptLike,
         variables: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None,
+        limit: Limit | None,
     ) -> list[int]:
         if isinstance(prompt, Mapping):
             if set(prompt) != {"prompt_token_ids"}:
@@ -154,17 +157,22 @@ class PromptEncoder:
         if self.tokenizer is None:
             raise ConfigError(f"the model's folder has no tokenizer; {NO_TOKENIZER}")
         if isinstance(prompt, str):
-            return self._encode_text(prompt)
+            return self._encode_text(prompt, limit)
         if not all(isinstance(message, Mapping) for message in prompt):
             raise ConfigError("a list is the messages of a chat; give token ids as {'prompt_token_ids': [...]}")
-        return self._encode_text(self._render(prompt, variables or {}, tools), adds_special=False)
+        return self._encode_text(self._render(prompt, variables or {}, tools), limit, adds_special=False)
 
-    def _encode_text(self, text: str, *, adds_special: bool = True) -> list[int]:
-        """Encode a text; an empty one becomes the bos token."""
+    def _encode_text(self, text: str, limit: Limit | None, *, adds_special: bool = True) -> list[int]:
+        """Encode a text; an empty one becomes the bos token, and one far beyond the limit is refused."""
         tokenizer = self.tokenizer
+        # Not verbose: the tokenizer warns by its own length limit; the model's is checked later.
+        encode = partial(tokenizer, add_special_tokens=adds_special, verbose=False)
         try:
-            # Not verbose: the tokenizer warns by its own length limit; the model's is checked later.
-            token_ids: list[int] = tokenizer(text, add_special_tokens=adds_special, verbose=False).input_ids
+            if limit is not None:
+                check_beginning(text, limit, lambda part: encode(part).input_ids)
+            token_ids: list[int] = encode(text).input_ids
+        except ConfigError:
+            raise
         except (TypeError, ValueError) as error:  # for example a lone surrogate
             raise ConfigError(f"the tokenizer refuses the prompt: {error}") from error
         if token_ids:

@@ -82,7 +82,7 @@ class BatchJob:
         with closing(service.prompts.new_encoder(tokenizer)) as encoder, closing(OutputFile(self._output)) as out:
             encoder.now = self._began
             self._begin(out, index)
-            reader = PromptReader(encoder, index, check=self._check_model)
+            reader = PromptReader(encoder, index, check=self._check_row)
             responses = OpenAIResponses(self._began, service.names[0], deepcopy(tokenizer))
             cutter = BatchCutter(reader, self._states, _ROWS_READ, only_missing=True)
             with (
@@ -129,11 +129,14 @@ class BatchJob:
                 continue
             raise UnusableInput(f"line {line.number}: {problem}", line.number)
 
-    def _check_model(self, row: Row, line_number: int) -> BadRow | None:
-        """Return the error of a row for another model, which the routes would give it."""
+    def _check_row(self, row: Row, line_number: int) -> BadRow | None:
+        """Return the error of a row for another model or with long lists, which the routes would give it."""
         assert row.openai is not None
         try:
             self._service.check_model(row.openai.model)
+            self._service.prompts.check_lists(vars(row.params))
+        except ConfigError as error:
+            return row.bad(line_number, str(error))
         except ApiError as error:
             return row.bad(line_number, error.message, Fault(error.status, error.param, error.code))
         return None

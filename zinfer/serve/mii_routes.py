@@ -30,6 +30,7 @@ def mii_routes(service: Service) -> APIRouter:
         service.check_model(deployment)
         body = await read_record(request)
         prompts = _prompts(body.pop("prompts", None))
+        service.prompts.check_lists(body)
         params = MIIParams.read(body)
         several = await _encode(service, prompts, params)
         if not params.stream:
@@ -51,6 +52,7 @@ def mii_routes(service: Service) -> APIRouter:
     async def one(request: Request) -> Response:
         body = await read_record(request)
         prompts = _prompts(body.pop("prompt", None))
+        service.prompts.check_lists(body)
         params = MIIParams.read(body)
         if len(prompts) != 1:
             remedy = "POST /mii/NAME takes several"

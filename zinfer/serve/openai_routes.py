@@ -1,8 +1,6 @@
 """OpenAI's routes that complete prompts, and its list of models."""
 
-from collections.abc import Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
@@ -15,7 +13,6 @@ from zinfer.serve.answers import Call
 from zinfer.serve.body import described, read_model
 from zinfer.serve.disconnect import unless_disconnected
 from zinfer.serve.errors import ApiError
-from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
 
 _DEFAULT_NEW: Final = 16
@@ -39,6 +36,7 @@ def openai_routes(service: Service) -> APIRouter:
         body = await read_model(request, ChatBody)
         name = service.check_model(body.model)
         with body.names.told():
+            service.prompts.check_lists(body.model_extra or {})
             return await _answer(request, body, await _chat_call(service, body, name))
 
     @router.post("/v1/completions", openapi_extra=described(CompletionBody))
@@ -46,6 +44,7 @@ def openai_routes(service: Service) -> APIRouter:
         body = await read_model(request, CompletionBody)
         name = service.check_model(body.model)
         with body.names.told():
+            service.prompts.check_lists(body.model_extra or {})
             return await _answer(request, body, await _completion_call(service, body, name))
 
     return router
@@ -66,7 +65,8 @@ async def _completion_call(service: Service, body: CompletionBody, name: str) ->
     several = await service.prompts.encode(body.prompts, params, default_new=_DEFAULT_NEW, priority=body.priority)
     echoes: list[Echo | None] = [None] * len(several)
     if body.echo:
-        echoes = await service.prompts.on_thread(partial(_echoes, service, body.prompts, several))
+        texts = await service.prompts.texts(body.prompts, several)
+        echoes = [Echo(text, each.prompt_ids) for text, each in zip(texts, several, strict=True)]
     return Call(service, several, echoes, name, body.names, False, _wants_usage(body))
 
 
@@ -97,13 +97,6 @@ def _messages(body: ChatBody) -> PromptLike:
 
 def _wants_usage(body: Body) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
-
-
-def _echoes(service: Service, prompts: Sequence[PromptLike], several: Sequence[Encoded]) -> list[Echo | None]:
-    return [
-        Echo(prompt if isinstance(prompt, str) else service.tokenizer.decode(each.prompt_ids), each.prompt_ids)
-        for prompt, each in zip(prompts, several, strict=True)
-    ]
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

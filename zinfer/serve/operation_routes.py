@@ -1,6 +1,6 @@
 """Routes for those who operate a server, and for clients that count tokens."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -10,9 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from zinfer import __version__
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.serve.body import described, read_model
+from zinfer.serve.encoding_lanes import size_of
 from zinfer.serve.errors import ApiError
 from zinfer.serve.replica import describe
 from zinfer.serve.service import Service
+
+_MOST_COUNTED: Final = 1 << 20
+"""Characters, or tokens, of one call that counts them: it may be much longer than what the model takes."""
 
 
 class _Tokenize(BaseModel):
@@ -20,7 +24,7 @@ class _Tokenize(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     add_special_tokens: bool = True
 
 
@@ -28,7 +32,7 @@ class _Detokenize(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
 def operation_routes(service: Service) -> APIRouter:
@@ -56,18 +60,20 @@ def operation_routes(service: Service) -> APIRouter:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @router.post("/tokenize", openapi_extra=described(_Tokenize))
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> JSONResponse:
         body = await read_model(request, _Tokenize)
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give one of 'prompt' and 'messages', and only one")
         prompt: PromptLike | None = body.prompt if body.prompt is not None else body.messages
         assert prompt is not None
+        _check_length(size_of(prompt), "messages" if body.prompt is None else "prompt", "characters")
         if not body.add_special_tokens and body.prompt is not None:
             token_ids = await service.prompts.plain_ids(body.prompt)
         else:
             token_ids = await service.prompts.token_ids(prompt)
-        return {"count": len(token_ids), "max_model_len": service.prompts.most_tokens, "tokens": token_ids}
+        sizes = {"count": len(token_ids), "max_model_len": service.prompts.most_tokens}
+        return JSONResponse({**sizes, "tokens": token_ids})
 
     @router.get("/tokenizer_info")
     def tokenizer_info() -> dict[str, Any]:
@@ -77,6 +83,13 @@ def operation_routes(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> dict[str, str]:
         body = await read_model(request, _Detokenize)
         service.check_model(body.model)
+        _check_length(len(body.tokens), "tokens", "tokens")
         return {"prompt": await service.prompts.decode(body.tokens)}
 
     return router
+
+
+def _check_length(length: int, field: str, what: str) -> None:
+    if length > _MOST_COUNTED:
+        message = f"{field} takes {_MOST_COUNTED:,} {what} at most, not {length:,}; send them in parts"
+        raise ApiError(400, message, param=field)

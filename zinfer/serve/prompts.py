@@ -1,11 +1,10 @@
-"""`Prompts`: the prompts of HTTP requests as tokens, on a thread of its own."""
+"""`Prompts`: the prompts of HTTP requests as tokens, on threads of its own."""
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from zinfer.errors import ConfigError
 from zinfer.requests.length_limits import LengthLimits, Limit
@@ -16,10 +15,10 @@ from zinfer.requests.tool_parser import AnswerParser, open_parser
 from zinfer.requests.tools import ToolUse
 from zinfer.scheduling.precedence import FIRST_COME, Precedence
 from zinfer.serve.caller import CALLER
+from zinfer.serve.encoding_lanes import SHORT, EncodingLanes, size_of
 from zinfer.serve.errors import ApiError
+from zinfer.serve.list_lengths import check_lists
 from zinfer.serve.messages import Ready
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -37,26 +36,26 @@ class Prompts:
     Args:
         tokenizer: None: prompts must be token ids.
         most: prompts of one call.
+
+    Attributes:
+        tokenizer, most: the same.
     """
 
     def __init__(self, tokenizer: Any, most: int) -> None:
         self.tokenizer = tokenizer
-        self._most = most
+        self.most = most
         self._ready: Ready | None = None
-        self._encoder: PromptEncoder | None = None
-        # A single thread: tokenizers and the process that renders chat templates are not thread-safe.
-        self._thread = ThreadPoolExecutor(1, "zinfer-encode")
+        self._lanes: EncodingLanes | None = None
 
     def open(self, ready: Ready) -> None:
         """Take what the model takes, once it is loaded."""
         self._ready = ready
-        self._encoder = self.new_encoder(self.tokenizer)
+        self._lanes = EncodingLanes(lambda: self.new_encoder(deepcopy(self.tokenizer)))
 
     def close(self) -> None:
-        """End the thread, and the process that renders chats."""
-        self._thread.shutdown()
-        if self._encoder is not None:
-            self._encoder.close()
+        """End the threads, and the processes that render chats."""
+        if self._lanes is not None:
+            self._lanes.close()
 
     @property
     def most_tokens(self) -> int:
@@ -100,22 +99,34 @@ class Prompts:
         Raises:
             ConfigError: there are too many prompts, or one of them or its params are invalid.
         """
-        if len(prompts) > self._most:
-            raise ConfigError(f"the prompts of one call are at most {self._most}, not {len(prompts)}")
+        if len(prompts) > self.most:
+            raise ConfigError(f"the prompts of one call are at most {self.most}, not {len(prompts)}")
         precedence = Precedence(priority=priority or 0, owner=CALLER.get())
-        several = await self.on_thread(
-            lambda: [self._encode(each, params, variables, default_new, tools) for each in prompts]
-        )
+        beside, several = size_of([variables, tools]), list[Encoded]()
+        for size, part in _parts(prompts):  # calls take turns between their parts
+            work = partial(self._encode, part, params, variables, default_new, tools)
+            several += await self._open_lanes.run(size + beside, work)
         return [replace(each, precedence=precedence) for each in several]
+
+    def check_lists(self, record: Mapping[str, Any]) -> None:
+        """Raise FieldError for a list in a body that is too long to be looked at."""
+        check_lists(record, self._loaded.vocab_size)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens. Raises ApiError if there is no tokenizer, or a token is beyond the vocabulary."""
-        tokenizer = self._known_tokenizer
+        self._check_tokenizer()
         beyond = next((each for each in token_ids if each >= self._loaded.vocab_size), None)
         if beyond is not None:
             raise ApiError(400, f"tokens: token ids are below {self._loaded.vocab_size}, not {beyond}", param="tokens")
-        text: str = await self.on_thread(lambda: tokenizer.decode(token_ids))
+        text: str = await self._open_lanes.run(len(token_ids), lambda encoder: encoder.tokenizer.decode(token_ids))
         return text
+
+    async def texts(self, prompts: Sequence[PromptLike], several: Sequence[Encoded]) -> list[str]:
+        """Return the text of each prompt, which its tokens tell if it is not one."""
+        return [
+            prompt if isinstance(prompt, str) else await self.decode(each.prompt_ids)
+            for prompt, each in zip(prompts, several, strict=True)
+        ]
 
     async def parser_of(self, use: ToolUse, encoded: Encoded, *, keeps_special: bool) -> Callable[[], AnswerParser]:
         """Return what makes a parser for each answer to a chat with tools.
@@ -126,8 +137,8 @@ class Prompts:
         Raises:
             ConfigError: the form in which the model writes calls is not known.
         """
-        assert self._encoder is not None
-        form, prompt = tool_format_of(use, self.tokenizer, self._encoder.chat_template(use.tools)), ""
+        template = await self._open_lanes.run(0, lambda encoder: encoder.chat_template(use.tools))
+        form, prompt = tool_format_of(use, self.tokenizer, template), ""
         if form is not None and form.reads_prompt:
             prompt = await self.decode(encoded.prompt_ids)
         hidden = () if keeps_special else self.tokenizer.all_special_tokens
@@ -135,18 +146,22 @@ class Prompts:
 
     async def plain_ids(self, text: str) -> list[int]:
         """Return a text's tokens without special ones. Raises ApiError if there is no tokenizer."""
-        tokenizer = self._known_tokenizer
-        found: list[int] = await self.on_thread(lambda: tokenizer(text, add_special_tokens=False).input_ids)
-        return found
+        self._check_tokenizer()
+
+        def work(encoder: PromptEncoder) -> list[int]:
+            found: list[int] = encoder.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+            return found
+
+        return await self._open_lanes.run(len(text), work)
 
     async def token_ids(self, prompt: PromptLike) -> list[int]:
         """Return a prompt's tokens, however many. Raises ConfigError if it is invalid."""
-        assert self._encoder is not None
-        return await self.on_thread(partial(self._encoder.tokenize, prompt))
+        return await self._open_lanes.run(size_of(prompt), lambda encoder: encoder.tokenize(prompt))
 
     def tokenizer_info(self) -> dict[str, Any]:
         """Return what clients need to make prompts of their own. Raises ApiError if there is no tokenizer."""
-        tokenizer = self._known_tokenizer
+        self._check_tokenizer()
+        tokenizer = self.tokenizer
         tokens = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         return {
             "tokenizer_class": type(tokenizer).__name__,
@@ -155,15 +170,14 @@ class Prompts:
             "chat_template": tokenizer.chat_template,
         }
 
-    async def on_thread(self, work: Callable[[], _T]) -> _T:
-        """Run work with the tokenizer on the thread that owns it."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    @property
-    def _known_tokenizer(self) -> Any:
+    def _check_tokenizer(self) -> None:
         if self.tokenizer is None:
             raise ApiError(400, "the model's folder has no tokenizer")
-        return self.tokenizer
+
+    @property
+    def _open_lanes(self) -> EncodingLanes:
+        assert self._lanes is not None, "the model is not loaded"
+        return self._lanes
 
     @property
     def _loaded(self) -> Ready:
@@ -172,16 +186,32 @@ class Prompts:
 
     def _encode(
         self,
-        prompt: PromptLike,
+        prompts: Sequence[PromptLike],
         params: SamplingParams,
         variables: Mapping[str, Any] | None,
         default_new: int | None,
         tools: Sequence[Mapping[str, Any]] | None,
-    ) -> Encoded:
-        assert self._encoder is not None
-        token_ids, filled = self._encoder.encode(prompt, params, variables, tools)
-        if params.max_new_tokens is None:
-            num_left = self.most_tokens - len(token_ids)
-            most = num_left if default_new is None else min(default_new, num_left)
-            filled = replace(filled, max_new_tokens=max(1, most))
-        return Encoded(token_ids, filled)
+        encoder: PromptEncoder,
+    ) -> list[Encoded]:
+        several = []
+        for prompt in prompts:
+            token_ids, filled = encoder.encode(prompt, params, variables, tools)
+            if params.max_new_tokens is None:
+                num_left = self.most_tokens - len(token_ids)
+                most = num_left if default_new is None else min(default_new, num_left)
+                filled = replace(filled, max_new_tokens=max(1, most))
+            several.append(Encoded(token_ids, filled))
+        return several
+
+
+def _parts(prompts: Sequence[PromptLike]) -> Iterator[tuple[int, list[PromptLike]]]:
+    """Yield all prompts in order, short ones together up to the size of a short text, with their size."""
+    part, size = list[PromptLike](), 0
+    for prompt in prompts:
+        if part and size + size_of(prompt) > SHORT:
+            yield size, part
+            part, size = [], 0
+        part.append(prompt)
+        size += size_of(prompt)
+    if part:
+        yield size, part

@@ -21,7 +21,7 @@ from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
 
 _LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity
-_TokenIds = list[Annotated[int, Field(ge=0)]]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
 class _Score(BaseModel):
@@ -29,8 +29,8 @@ class _Score(BaseModel):
 
     model: str | None = None
     prompt: str | _TokenIds | None = None
-    messages: list[dict[str, Any]] | None = None
-    completions: Annotated[list[str | _TokenIds], Field(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    completions: Annotated[list[str | _TokenIds], Field(min_length=1, fail_fast=True)]
 
 
 def score_routes(service: Service) -> APIRouter:
@@ -61,6 +61,8 @@ async def _encode(service: Service, body: _Score) -> tuple[int, list[Encoded]]:
     prompt = body.messages if prompt is None else prompt
     assert prompt is not None
     plain = SamplingParams(max_new_tokens=0, prompt_logprobs=0)
+    if (number := len(body.completions)) > (most := service.prompts.most):
+        raise ApiError(400, f"completions of one call are at most {most}, not {number}", param="completions")
     (before,) = await service.prompts.encode([prompt], plain)
     behind = [await _joined(service, prompt, before.prompt_ids, each) for each in body.completions]
     several = await service.prompts.encode(behind, plain)
