@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.length_limits import LengthLimits
+from zinfer.serve.engine_process import tell_life
 from zinfer.serve.messages import Connection, Deltas, Ready, Submit, ToEngine
 from zinfer.serve.server import ServerOptions, serve
 from zinfer.serve.service import ServiceLimits
@@ -25,6 +26,7 @@ async def answer(socket_path: str) -> None:
     reader, writer = await asyncio.open_unix_connection(socket_path)
     connection = Connection(reader, writer, ToEngine)
     connection.send(Ready(_POSITIONS, LengthLimits(), _POSITIONS))
+    living = asyncio.create_task(tell_life(connection))
     while isinstance(message := await connection.receive(), Submit):
         count = message.params.most_new_tokens
         if not message.precedence.is_background:
@@ -32,6 +34,7 @@ async def answer(socket_path: str) -> None:
                 connection.send(Deltas([(message.number, CompletionDelta(0, 0, "a", (5,)))]))
         whole = Completion(0, 0, "a" * count, (5,) * count, "length")
         connection.send(Deltas([(message.number, CompletionDelta(0, 0, "a", (5,), None, whole))]))
+    living.cancel()
 
 
 def main() -> None:

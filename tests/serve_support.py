@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import openai
@@ -44,12 +45,16 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, folder: Path, *options: str, key: str | None = KEY) -> Iterator[Server]:
-    """A server of a model on the CPU; it must end by SIGTERM with exit code 0 unless it has ended before."""
+def serving(model: Path, folder: Path, *options: str, key: str | None = KEY, **how: Any) -> Iterator[Server]:
+    """A server of a model on the CPU; it must end by SIGTERM with exit code 0 unless it has ended before.
+
+    Args:
+        how: it is started, as for `start`.
+    """
     arguments = ["serve", "--model", str(model), "--device", "cpu", "--port", "0", *options]
     if key is not None:
         arguments += ["--api-key", key]
-    process = start(arguments, folder, warm=True)
+    process = start(arguments, folder, warm=True, **how)
     said = ""
     while (found := _SERVING.search(said)) is None:
         line = process.stderr.readline()

@@ -13,7 +13,7 @@ from llm_support import folder
 from zinfer import LLM, SamplingParams
 from zinfer.serve.errors import ReplicaGone
 from zinfer.serve.known_prefixes import KnownPrefixes
-from zinfer.serve.replica import choose
+from zinfer.serve.replicas import choose
 
 __all__ = ["folder"]  # fixture
 

@@ -1,12 +1,14 @@
 """Processes of a server: killed replicas, ranks, the end by a signal, TLS, settings that do not work."""
 
 import os
+import re
 import signal
 import ssl
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 from commands import start
 from jobs_support import letters_model
 from serve_support import Server, serving
+
+from zinfer.serve import replica
 
 LONG: dict[str, Any] = {"model": "letters", "prompt": "ab", "max_tokens": 120, "temperature": 0}
 LONG |= {"extra_body": {"ignore_eos": True}}
@@ -78,6 +82,9 @@ def test_a_killed_replica_fails_its_requests_and_comes_back(server: Server) -> N
         assert status == 503
         assert "was killed by SIGKILL; it is started again" in text
     assert client.completions.create(**LONG).choices[0].text == whole
+    killed = [server.process.stderr.readline() for _ in range(2 * num_kills)]
+    ends = ("was killed by SIGKILL; it is started again in 1 s\n", "takes requests again\n")
+    assert [line.startswith("zinfer: replica ") and line.endswith(ends) for line in killed] == [True] * len(killed)
 
 
 def wait_until_back(server: Server, client: openai.OpenAI, num_kills: int) -> None:
@@ -91,6 +98,27 @@ def wait_until_back(server: Server, client: openai.OpenAI, num_kills: int) -> No
         assert client.completions.create(model="letters", prompt="a", max_tokens=1).choices
         time.sleep(0.2)
     assert sum(each["restarts"] for each in replicas) == num_kills
+
+
+def be_impatient() -> None:
+    """Let the server of this process wait for 2 s until a replica hangs."""
+    replica._MOST_SILENT_S = 2  # type: ignore[misc]
+
+
+def test_a_replica_that_hangs_is_killed(model: Path, tmp_path: Path) -> None:
+    """Its requests that have got nothing yet are answered by the other one."""
+    how: dict[str, Any] = {"prepare": (be_impatient, ()), "warms_others": False}
+    with serving(model, tmp_path, "--replicas", "2", **how) as server, ThreadPoolExecutor(8) as threads:
+        client = server.client(timeout=60)
+        whole = client.completions.create(**LONG).choices[0].text
+        victim = server.replica_ids()[0]
+        os.kill(victim, signal.SIGSTOP)
+        calls = [threads.submit(client.completions.create, **LONG) for _ in range(8)]
+        assert [each.result().choices[0].text for each in calls] == [whole] * 8
+        assert [each["is_ready"] for each in server.load()["replicas"]].count(True) == 1  # type: ignore[attr-defined]
+        assert victim not in server.replica_ids()
+    said = server.process.stderr.read()
+    assert re.search("zinfer: replica [01] has said nothing for 2 s and was killed; it is started again in 1 s\n", said)
 
 
 def test_sigterm_lets_requests_end_and_leaves_nothing(server: Server) -> None:

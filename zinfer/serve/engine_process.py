@@ -15,6 +15,7 @@ from zinfer.serve.embedding_engine import EmbeddingEngine
 from zinfer.serve.engine_report import EngineReport
 from zinfer.serve.engine_requests import EngineRequests
 from zinfer.serve.messages import (
+    Alive,
     Cancel,
     Connection,
     Ready,
@@ -24,6 +25,7 @@ from zinfer.serve.messages import (
 )
 
 _LOAD_EVERY_S: Final = 1.0
+_ALIVE_EVERY_S: Final = 1.0
 _EXIT_ORPHANED: Final = 1
 
 
@@ -68,11 +70,13 @@ async def run_engine(socket_path: str, load: Callable[[], Engine]) -> None:
     connection = Connection(reader, writer, ToEngine)
     messages: asyncio.Queue[ToEngine | None] = asyncio.Queue()
     receiving = asyncio.create_task(_receive(connection, messages))
+    living = asyncio.create_task(tell_life(connection))
     try:
         async with await _load(connection, load, receiving) as engine:
             await engine.serve(connection, messages)
     finally:
         receiving.cancel()
+        living.cancel()
         await connection.close()
 
 
@@ -80,6 +84,13 @@ async def _receive(connection: Connection, messages: "asyncio.Queue[ToEngine | N
     while (message := await connection.receive()) is not None:
         messages.put_nowait(message)
     messages.put_nowait(None)
+
+
+async def tell_life(connection: Connection) -> None:
+    """Say each second that this process runs, until cancelled."""
+    while True:
+        connection.send(Alive())
+        await asyncio.sleep(_ALIVE_EVERY_S)
 
 
 async def _load(connection: Connection, load: Callable[[], Engine], receiving: "asyncio.Task[None]") -> Engine:

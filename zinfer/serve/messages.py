@@ -128,6 +128,10 @@ class Load(msgspec.Struct, tag=True, kw_only=True):
         return sum(self.pass_seconds.counts)
 
 
+class Alive(msgspec.Struct, tag=True):
+    """The process runs; sent each second from its start, by a thread that computes nothing."""
+
+
 class Unusable(msgspec.Struct, tag=True):
     """The model could not be loaded; the process ends. `is_usage`: by what the user stated, not a failure."""
 
@@ -136,7 +140,7 @@ class Unusable(msgspec.Struct, tag=True):
 
 
 ToEngine = Submit | Embed | Cancel | Close
-FromEngine = Ready | Deltas | Embedded | Refused | Load | Unusable
+FromEngine = Ready | Deltas | Embedded | Refused | Load | Alive | Unusable
 
 
 class Connection:

@@ -12,7 +12,7 @@ from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.serve.body import described, read_model
 from zinfer.serve.encoding_lanes import size_of
 from zinfer.serve.errors import ApiError
-from zinfer.serve.replica import describe
+from zinfer.serve.replicas import describe
 from zinfer.serve.service import Service
 
 _MOST_COUNTED: Final = 1 << 20

@@ -2,13 +2,13 @@
 
 import asyncio
 import itertools
+import logging
+import os
 import signal
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from zinfer.errors import ConfigError, JobError
 from zinfer.requests.completion import CompletionDelta
@@ -35,10 +35,16 @@ from zinfer.serve.messages import (
 _CLOSE_S: Final = 30.0
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
+_MOST_SILENT_S: Final = 60
+"""Of a replica that takes requests; then it hangs. The thread that says each second that it lives neither computes nor
+copies, however long a pass takes, and waits for nothing but the interpreter's lock."""
+_MOST_SILENT_LOADING_S: Final = 600
+"""Of one that loads: to pin the memory of a large model may take minutes, in one call that keeps the lock."""
+log = logging.getLogger("zinfer.serve")
 
 
 class Replica:
-    """Starts a process that computes, sends it requests, and starts it again when it ends by itself.
+    """Starts a process that computes, sends it requests, and starts it again when it ends by itself or hangs.
 
     Args:
         index: of this replica, from 0.
@@ -70,6 +76,7 @@ class Replica:
         self._process: asyncio.subprocess.Process | None = None
         self._running: asyncio.Task[None] | None = None
         self._is_closing = self._was_ready = False
+        self._num_received = 0
 
     async def start(self) -> None:
         """Start the process, and wait until its model is loaded.
@@ -90,7 +97,7 @@ class Replica:
         Those in the background give way to others, and are yielded whole.
 
         Raises:
-            ReplicaGone: the process has ended, or is not ready.
+            ReplicaGone: the process has ended, hangs, or is not ready.
             RequestFailed: the request's pass failed.
             ConfigError: the engine refuses the request.
         """
@@ -176,6 +183,7 @@ class Replica:
                 return
             self._fail_all(ReplicaGone(f"{reason}; it is started again"))
             pause_s = _FIRST_PAUSE_S if self._was_ready else min(2 * pause_s, _LONGEST_PAUSE_S)
+            log.warning("zinfer: %s; it is started again in %.0f s", reason, pause_s)
             await asyncio.sleep(pause_s)
             self.num_restarts += 1
 
@@ -200,7 +208,7 @@ class Replica:
                 told: Exception | None = None
                 if arrived.done():
                     self._connection = arrived.result()
-                    told = await self._read(self._connection, first)
+                    told = await self._read_watched(self._connection, process, first)
                     self._connection = self.ready = None
                 await asyncio.wait((ending,), timeout=_CLOSE_S)
                 return told or JobError(f"replica {self.index} {_how_ended(process.returncode)}")
@@ -210,10 +218,38 @@ class Replica:
                     process.send_signal(signal.SIGKILL)
                     await process.wait()
 
+    async def _read_watched(
+        self, connection: Connection, process: asyncio.subprocess.Process, first: "asyncio.Future[None]"
+    ) -> Exception | None:
+        watching = asyncio.create_task(self._kill_if_silent(process))
+        try:
+            told = await self._read(connection, first)
+            return watching.result() if watching.done() else told
+        finally:
+            watching.cancel()
+
+    async def _kill_if_silent(self, process: asyncio.subprocess.Process) -> JobError:
+        """Kill the process, and fail its requests, once nothing has come from it for long; returns what is said of it.
+
+        Seconds in which this process was held up too do not count.
+        """
+        num_silent, num_before = 0, -1
+        while num_silent < (_MOST_SILENT_S if self._was_ready else _MOST_SILENT_LOADING_S):
+            await asyncio.sleep(1)
+            num_silent = num_silent + 1 if self._num_received == num_before else 0
+            num_before = self._num_received
+        hung = JobError(f"replica {self.index} has said nothing for {num_silent} s and was killed")
+        self.ready = None
+        self._fail_all(ReplicaGone(f"{hung}; it is started again"))
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+        return hung
+
     async def _read(self, connection: Connection, first: "asyncio.Future[None]") -> Exception | None:
         """Hand messages to their requests until the connection ends; returns the error that the process told."""
         told: Exception | None = None
         while (message := await connection.receive()) is not None:
+            self._num_received += 1
             match message:
                 case Deltas(deltas):
                     for number, delta in deltas:
@@ -228,6 +264,8 @@ class Replica:
                 case Load():
                     self.load = message
                 case Ready():
+                    if self.num_restarts:
+                        log.warning("zinfer: replica %d takes requests again", self.index)
                     self.ready, self._was_ready = message, True
                     self.prefixes = KnownPrefixes(message.most_tokens)
                     if not first.done():
@@ -254,42 +292,3 @@ def _how_ended(exit_code: int | None) -> str:
     if exit_code < 0:
         return f"was killed by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}"
-
-
-def choose(replicas: Sequence[Replica], prompt_ids: Sequence[int] = (), num_new: int = 0) -> Replica:
-    """Return the replica for a request: the ready one that knows most of its prompt, unless that is clearly busier.
-
-    Among replicas that know as much, it is the one with the fewest outstanding tokens. One is clearly busier if it has
-    half as many more than the one with the fewest, and the tokens of two such requests.
-
-    Args:
-        num_new: the request's most new tokens.
-
-    Raises:
-        ReplicaGone: none is ready.
-    """
-    ready = [each for each in replicas if each.ready is not None]
-    if not ready:
-        raise ReplicaGone("the model is loading; try again in a while")
-    most = 1.5 * min(each.outstanding for each in ready) + 2 * (len(prompt_ids) + num_new)
-    return min(
-        (each for each in ready if each.outstanding <= most),
-        key=lambda each: (-each.prefixes.num_shared(prompt_ids), each.outstanding),
-    )
-
-
-def describe(replicas: Sequence[Replica]) -> list[dict[str, Any]]:
-    """Return each replica's state, for `/load`; `engine` is null until it has reported."""
-    return [
-        {
-            "replica": each.index,
-            "is_ready": each.ready is not None,
-            "outstanding_tokens": each.outstanding,
-            "restarts": each.num_restarts,
-            "running_sequences": 0 if each.load is None else each.load.num_running,
-            "waiting_sequences": each.num_waiting,
-            "background_sequences": each.num_background,
-            "engine": None if each.load is None else msgspec.to_builtins(each.load),
-        }
-        for each in replicas
-    ]

@@ -16,7 +16,8 @@ from zinfer.serve.caller import CALLER
 from zinfer.serve.errors import ApiError, ReplicaGone
 from zinfer.serve.metrics import Metrics
 from zinfer.serve.prompts import Encoded, Prompts
-from zinfer.serve.replica import Replica, choose
+from zinfer.serve.replica import Replica
+from zinfer.serve.replicas import choose
 
 _AGAIN_S: Final = 0.5
 
