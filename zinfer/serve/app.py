@@ -72,7 +72,7 @@ def make_app(
         files = FileStore(folder / "files")
         batches = Batches(folder / "batches", service, files)
         service.metrics.add(BatchMetrics(service.names[0], batches.progress))
-        app.include_router(file_routes(files))
+        app.include_router(file_routes(files, batches))
         app.include_router(batch_routes(batches))
     handle_errors(app)
     if origins:

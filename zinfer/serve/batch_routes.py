@@ -7,7 +7,8 @@ from fastapi import APIRouter, Form, Query, Request, UploadFile
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from zinfer.serve.batches import Batch, Batches
+from zinfer.serve.batch import Batch
+from zinfer.serve.batches import Batches
 from zinfer.serve.body import described, read_model
 from zinfer.serve.errors import ApiError
 from zinfer.serve.file_store import FileStore, StoredFile
@@ -26,8 +27,8 @@ class _BatchBody(BaseModel):
     metadata: Annotated[dict[str, str] | None, Field(max_length=16)] = None
 
 
-def file_routes(files: FileStore) -> APIRouter:
-    """Return the routes of files."""
+def file_routes(files: FileStore, batches: Batches) -> APIRouter:
+    """Return the routes of files; those that a batch reads cannot be deleted."""
     router = APIRouter(prefix="/v1/files")
 
     @router.post("")
@@ -53,7 +54,9 @@ def file_routes(files: FileStore) -> APIRouter:
         return FileResponse(files.path(name), media_type="application/octet-stream")
 
     @router.delete("/{name}")
-    def delete(name: str) -> dict[str, Any]:
+    async def delete(name: str) -> dict[str, Any]:  # on the event loop, as batches are created
+        files.get(name)
+        batches.check_unused(name)
         files.remove(name)
         return {"id": name, "object": "file", "deleted": True}
 

@@ -6,47 +6,20 @@ import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Literal
-
-from pydantic import BaseModel
+from typing import Final
 
 from zinfer.errors import JobError
 from zinfer.jobs.request import UnusableInput, manifest_path
 from zinfer.nvme.whole_file import replace_file
+from zinfer.serve.batch import URLS, Batch
 from zinfer.serve.batch_job import BatchJob
+from zinfer.serve.batch_rows import divide
 from zinfer.serve.errors import ApiError
 from zinfer.serve.file_store import FileStore, ordered_name
 from zinfer.serve.service import Service
 
-URLS: Final = ("/v1/chat/completions", "/v1/completions")
 _WINDOW_S: Final = 24 * 3600
-_UNFINISHED: Final = ("validating", "in_progress", "finalizing", "cancelling")
 log = logging.getLogger("zinfer.serve")
-
-
-class Batch(BaseModel):
-    """A batch as OpenAI's interface shows it; times are seconds since the epoch."""
-
-    id: str
-    object: Literal["batch"] = "batch"
-    endpoint: str
-    errors: dict[str, Any] | None = None
-    input_file_id: str
-    completion_window: str
-    status: str = "validating"
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    created_at: int
-    in_progress_at: int | None = None
-    expires_at: int
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    request_counts: dict[str, int] = {"total": 0, "completed": 0, "failed": 0}
-    metadata: dict[str, str] | None = None
 
 
 class Batches:
@@ -113,7 +86,7 @@ class Batches:
     def cancel(self, name: str) -> Batch:
         """End a batch; rows that are complete stay. Raises ApiError if it has ended, or there is none."""
         batch = self.get(name)
-        if batch.status not in _UNFINISHED:
+        if not batch.is_unfinished:
             raise ApiError(400, f"batch {name} is {batch.status} and cannot be cancelled")
         if batch.status in ("validating", "in_progress"):
             self._set(batch, "cancelling")
@@ -121,14 +94,24 @@ class Batches:
                 self._job[1].stop()
         return batch
 
+    def check_unused(self, file: str) -> None:
+        """Raise ApiError if a batch that has not ended reads this file."""
+        for batch in self._batches.values():
+            if batch.is_unfinished and batch.input_file_id == file:
+                remedy = f"wait for batch {batch.id}, which is {batch.status} and reads it, or cancel it"
+                raise ApiError(409, f"the file {file} is in use; {remedy}", code="file_in_use")
+
     def progress(self) -> tuple[int, dict[str, int]]:
         """Return the number of unfinished batches, and the counts of the rows of the one under way."""
         counts = {} if self._job is None else self._job[1].counts
-        return sum(each.status in _UNFINISHED for each in self._batches.values()), counts
+        return sum(each.is_unfinished for each in self._batches.values()), counts
 
     async def _run(self) -> None:
+        for batch in [each for each in self._batches.values() if not each.is_unfinished]:
+            with suppress(OSError):  # what an earlier server had no room for
+                await self._hand_out(batch)
         while True:
-            waiting = [each for each in self._batches.values() if each.status in _UNFINISHED]
+            waiting = [each for each in self._batches.values() if each.is_unfinished]
             if waiting:
                 await self._compute(waiting[0])
                 continue
@@ -137,11 +120,11 @@ class Batches:
 
     async def _compute(self, batch: Batch) -> None:
         """Compute a batch until it ends in one way or another."""
-        rows = self._folder / "rows" / f"{batch.id}.jsonl"
+        rows = self._rows(batch)
         try:
             if batch.status in ("validating", "in_progress"):
                 began = datetime.fromtimestamp(batch.created_at).astimezone()
-                job = BatchJob(self._service, self._files.path(batch.input_file_id), rows, batch.endpoint, began)
+                job = BatchJob(self._service, self._input(batch), rows, batch.endpoint, began)
                 self._job = batch.id, job
                 self._set(batch, "in_progress")
                 await self._run_until(job, batch.expires_at)
@@ -151,22 +134,45 @@ class Batches:
                     == (batch.request_counts["total"])
                 )
                 self._set(batch, "finalizing" if is_whole else "expired")
-            await self._finalize(batch, rows)
+            await self._hand_out(batch)
             if batch.status != "expired":
                 self._set(batch, "cancelled" if batch.status == "cancelling" else "completed")
         except Exception as error:  # the batch tells it, and the next one begins
             is_known = isinstance(error, UnusableInput | JobError | ApiError | OSError)
             log.warning("batch %s failed: %s", batch.id, error, exc_info=None if is_known else error)
-            line = error.line if isinstance(error, UnusableInput) else None
-            problem = {"code": "invalid_batch", "message": self._told(error), "param": None, "line": line}
-            batch.errors = {"object": "list", "data": [problem]}
-            self._set(batch, "failed")
+            await self._fail(batch, error)
         finally:
             self._job = None
+
+    def _rows(self, batch: Batch) -> Path:
+        return self._folder / "rows" / f"{batch.id}.jsonl"
+
+    def _input(self, batch: Batch) -> Path:
+        try:
+            return self._files.path(batch.input_file_id)
+        except ApiError:
+            remedy = "upload it again, and create another batch"
+            raise JobError(f"the input {batch.input_file_id} was deleted before it was computed; {remedy}") from None
+
+    async def _fail(self, batch: Batch, error: Exception) -> None:
+        """End a batch by an error; the rows that it has so far are handed out."""
+        line = error.line if isinstance(error, UnusableInput) else None
+        problem = {"code": "invalid_batch", "message": self._told(error), "param": None, "line": line}
+        batch.errors = {"object": "list", "data": [problem]}
+        try:
+            await self._hand_out(batch)
+        except OSError as again:  # the disk is full, for instance
+            log.warning("batch %s: its rows stay in %s until the next start: %s", batch.id, self._rows(batch), again)
+        try:
+            self._set(batch, "failed")
+        except OSError as again:
+            log.warning("batch %s goes on with the next start: %s", batch.id, again)
 
     def _told(self, error: Exception) -> str:
         """Return the message of an error for clients: files have their names there, and not the server's folders."""
         message = str(error)
+        if isinstance(error, OSError) and error.filename:
+            message = f"{error.filename} cannot be used: {error.strerror} (errno {error.errno})"
         for folder in (self._files.folder, self._folder / "rows", self._folder):
             message = message.replace(f"{folder}/", "")
         return message
@@ -186,14 +192,17 @@ class Batches:
             assert self._job is not None
             self.get(self._job[0])
 
-    async def _finalize(self, batch: Batch, rows: Path) -> None:
-        """Make the output's and the errors' files of the rows."""
+    async def _hand_out(self, batch: Batch) -> None:
+        """Make the output's and the errors' files of the rows, and count these."""
+        rows = self._rows(batch)
         if not rows.exists():
             return
-        for kind, part in (await asyncio.to_thread(_divide, rows)).items():
+        parts, counts = await asyncio.to_thread(divide, rows)
+        for kind, part in parts.items():
             name = f"file-{batch.id.removeprefix('batch_')}-{kind}"  # the same if this is done again
             self._files.adopt(part, name, f"{batch.id}_{kind}.jsonl", "batch_output")
             setattr(batch, f"{kind}_file_id", name)
+        batch.request_counts = {"total": max(batch.request_counts["total"], sum(counts.values())), **counts}
         self._keep(batch)
         rows.unlink()
         manifest_path(rows).unlink(missing_ok=True)
@@ -208,12 +217,3 @@ class Batches:
     def _keep(self, batch: Batch) -> None:
         self._batches[batch.id] = batch
         replace_file(self._folder / f"{batch.id}.json", batch.model_dump_json())
-
-
-def _divide(rows: Path) -> dict[str, Path]:
-    """Write the rows that have answers, and those that have errors, to files of their own; empty ones are left out."""
-    parts = {kind: rows.with_suffix(f".{kind}") for kind in ("output", "error")}
-    with rows.open("rb") as source, parts["output"].open("wb") as output, parts["error"].open("wb") as errors:
-        for line in source:
-            (output if b'"response":{"status_code":200,' in line else errors).write(line)
-    return {kind: part for kind, part in parts.items() if part.stat().st_size}
