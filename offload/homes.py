@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -16,7 +17,7 @@ from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.partition import WHOLE
 from zinfer.offload.ranks import Ranks
 from zinfer.offload.slots import Slot
-from zinfer.offload.source import DeviceSource, DiskSource, HostSource, Source
+from zinfer.offload.source import DeviceSource, DiskSource, HostSource, PeerSource, Source
 from zinfer.offload.stream import HostStream, drain
 from zinfer.offload.transfer import Target, Transfer
 from zinfer.offload.transfer_lane import TransferLane
@@ -37,6 +38,7 @@ class Homes:
         lanes: read from disk; that of HOST into host slabs, that of DISK to the device.
         take_tensors: returns the tensors of blocks without extents.
         ranks: the others that the model is shared with; each has its range of every shared slab.
+        pulls: whether they copy ranges from each other's devices, which hold all that is shared.
 
     ``sources`` has the streamed blocks' sources and ``resident`` the other blocks' tensors, by block index;
     ``loaded_bytes`` were read from disk, in ``load_s`` seconds.
@@ -53,8 +55,12 @@ class Homes:
         lanes: Mapping[Tier, TransferLane],
         take_tensors: TakeTensors | None = None,
         ranks: Ranks | None = None,
+        *,
+        pulls: bool = False,
     ) -> None:
         self._ranks = ranks
+        self._pulls = pulls
+        self._ranges: dict[int, list[torch.Tensor]] = {}  # of all ranks, by block
         self._partition = WHOLE if ranks is None else ranks.partition
         self._scattered: list[tuple[Block, torch.Tensor]] = []
         self._gathered: list[tuple[Block, Slot]] = []
@@ -72,6 +78,8 @@ class Homes:
         self.bytes_to_device = 0
         self.loaded_bytes = 0
         begin_s = time.perf_counter()
+        if pulls:
+            self._share([block for block, home in zip(blocks, homes, strict=True) if home.shared])
         with closing(Pool(1, "zinfer-pin")) as self._pins, closing(Pool(_NUM_COPIERS, "zinfer-copy")) as copiers:
             self._into_host = HostStream(copiers)
             try:
@@ -112,6 +120,12 @@ class Homes:
             self.sources[block.index] = self._disk_source(share, Tier.DISK)
         elif home.tier is Tier.HOST:
             self._place_on_host(block, share, home)
+        elif home.shared and self._pulls:
+            ranges = self._ranges[block.index]
+            own = ranges[self._partition.rank][: share.nbytes]
+            self.device_bytes += share.nbytes
+            self.sources[block.index] = PeerSource(ranges, self._partition.rank, self._stream)
+            self._fill_on_device(block, share, Slot.over(own, self._stream), own)
         elif home.shared:
             slab = Slot.allocate(share.nbytes, self._stream)
             self.device_bytes += share.nbytes
@@ -124,6 +138,17 @@ class Homes:
             self._fill_on_device(block, share, slot, self._partition.own_range(slot.buffer, block.nbytes))
             if self._ranks is not None:
                 self._gathered.append((block, slot))
+
+    def _share(self, blocks: Sequence[Block]) -> None:
+        """Allocate this rank's ranges, one after the other in one memory, and map the others'."""
+        assert self._ranks is not None
+        each = [self._partition.range_bytes(block.nbytes) for block in blocks]
+        shared = self._ranks.share(sum(each))
+        ends = list(accumulate(each))
+        self._ranges = {
+            block.index: [shared.of(rank)[end - nbytes : end] for rank in range(self._partition.size)]
+            for block, nbytes, end in zip(blocks, each, ends, strict=True)
+        }
 
     def _fill_on_device(self, block: Block, share: Block, slot: Slot, place: torch.Tensor) -> None:
         """Start to fill ``place``, this rank's range of a block, within a slot."""

@@ -6,6 +6,9 @@ of blocks form one sequence for all ranks, by turns: the first rank that asks fo
 every rank gathers that block and releases it, whether its own compute wants it or not. Equal sequences of uses make
 equal predictions and prefetches on all ranks, so they need no other messages.
 
+Where all that is divided lies in memory which every rank maps, each copies the others' ranges itself (`PeerSource`):
+there are no turns then, and no rank waits for another.
+
 [Note: ranks that divide layers, too]
 Ranks may divide each layer, and share the bytes of their part with the ranks that hold the same part of other rows.
 Those that divide layers wait for one another within a pass, in collectives. If the others' turns came in another order
@@ -38,13 +41,33 @@ class Turn(NamedTuple):
     is_own: bool
 
 
+class Shared(Protocol):
+    """Memory of one size on each rank (uint8), which all of them map.
+
+    Attributes:
+        own: this rank's.
+    """
+
+    own: torch.Tensor
+
+    def of(self, rank: int) -> torch.Tensor:
+        """A rank's memory, by its place in the partition."""
+
+
 class Ranks(Protocol):
-    """The other ranks of a model. All of them call `allocate`, `gather` and `scatter` in the same order.
+    """The other ranks of a model. All of them call `share`, `allocate`, `gather` and `scatter` in the same order.
 
     ``partition`` tells which range of each slab this rank owns.
     """
 
     partition: Partition
+
+    @property
+    def can_share(self) -> bool:
+        """Whether they can map memory of each other."""
+
+    def share(self, nbytes: int) -> Shared:
+        """Return memory on each rank's device, from which the others copy as they like."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory of a slot (uint8), which the other ranks may read while a slab is gathered into it."""

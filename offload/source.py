@@ -135,3 +135,38 @@ class DeviceSource(Source):
 
     def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: StagingBuffer | None) -> None:
         stream.copy(target, self._slab)
+
+
+class PeerSource(Source):
+    """A slab whose ranges lie in the memory of several devices: each is copied to its place, between the devices.
+
+    Args:
+        ranges: of all ranks in their order, of one size (uint8).
+        rank: this one's place among them.
+        beside: the stream of the copy within the device, which goes on beside those between devices.
+
+    Attributes:
+        pulled_bytes: copied from other devices so far.
+    """
+
+    tier = Tier.DEVICE
+    staged = False
+    num_parts = 1
+    wire_bytes = 0
+
+    def __init__(self, ranges: Sequence[torch.Tensor], rank: int, beside: CopyStream) -> None:
+        self._ranges, self._rank, self._beside = ranges, rank, beside
+        self.pulled_bytes = 0
+
+    def load(self, part: int, staging: StagingBuffer) -> Sequence["Future[None]"]:
+        raise AssertionError("ranges on devices pass through no staging slot")
+
+    def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: StagingBuffer | None) -> None:
+        size, each = len(self._ranges), self._ranges[0].nbytes
+        self._beside.after(stream.mark())  # the target may be overwritten
+        for step in range(size):  # no two ranks begin with the same one
+            place = (self._rank + step) % size
+            within = target[place * each : (place + 1) * each]
+            (self._beside if step == 0 else stream).copy(within, self._ranges[place])
+        stream.after(self._beside.mark())
+        self.pulled_bytes += (size - 1) * each

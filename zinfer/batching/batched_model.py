@@ -136,9 +136,8 @@ class BatchedModel:
         self._graphs = self._model.pass_graphs
         self._runner = PassRunner(self._model, self._cache, self._graphs)
         latency_s = settings.batching.max_token_latency_s
-        num_ranks = 1 if self._model.ranks is None else self._model.ranks.partition.size
         pass_time = self._model.estimator.pass_time
-        self._estimator = JobEstimator(budget, window, token_bytes, pass_time, latency_s, num_ranks)
+        self._estimator = JobEstimator(budget, window, token_bytes, pass_time, latency_s, self._model.num_in_step)
         if (note := describe_unreachable(self._estimator)) is not None and not isinstance(lockstep, Follower):
             log.warning(note)
         self._speculation: Speculation | None = None

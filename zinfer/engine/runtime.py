@@ -25,6 +25,7 @@ from zinfer.offload.homes import Homes
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.ranks import GatherLane
 from zinfer.offload.slots import DeviceSlots, Slot
+from zinfer.offload.source import PeerSource
 from zinfer.offload.staging import DeviceBuffer, StagingRing
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event
@@ -94,6 +95,7 @@ class Runtime:
         self._plan = plan
         self._ranks = ranks
         self._sharing = ranks if ranks is not None and ranks.partition.size > 1 else None
+        self._pulls = self._sharing is not None and self._can_pull(self._sharing)
         self._gathers: GatherLane | None = None
         self._service: RankService | None = None
         self._trace = trace
@@ -116,15 +118,17 @@ class Runtime:
             if self._staging not in staged:  # it only filled the homes
                 self._staging.close()
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
+            if self._pulls and self._sharing is not None:
+                self._sharing.exchange(None, self._sharing.members)  # the others' ranges are full, too
             if streamed:
-                if self._sharing is not None:
+                if self._sharing is not None and not self._pulls:
                     self._gathers = GatherLane(self._sharing, open_stream(), trace)
                 self._streamer = owned.enter_context(closing(self._open_streamer(streamed, settings.synchronous)))
             check = None if ranks is None else ranks.check
             resident, agree = self._homes.resident, self._agree_to_read(ranks, model)
             self._hooks = StreamingHooks(model, blocks, resident, self._streamer, wrap, cuts, lock, check, agree)
             owned.callback(self._hooks.remove)
-            if self._sharing is not None and self._streamer is not None:
+            if self._sharing is not None and self._streamer is not None and not self._pulls:
                 assert lock is not None, "the model's lock keeps its calls and the other ranks' uses apart"
                 device = streams[Tier.HOST].device
                 self._service = RankService(self._sharing, self._streamer, lock, device)
@@ -151,7 +155,7 @@ class Runtime:
 
     def _agree_to_read(self, ranks: ModelRanks | None, model: nn.Module) -> Callable[[str], None] | None:
         """Return what compares the blocks that ranks read which both divide and share layers; None for others."""
-        if ranks is None or self._sharing is None or ranks.mesh.num_dividing == 1:
+        if ranks is None or self._gathers is None or ranks.mesh.num_dividing == 1:
             return None
         device = self._lanes[Tier.HOST].stream.device
         return lambda name: check_agreement(ranks, f"state_dict of {name}", (), {}, model, device)
@@ -163,11 +167,18 @@ class Runtime:
             return _take_tensors(by_index[block.index])
 
         homes = self._plan.homes
-        return Homes([block.block for block in blocks], homes, self._reader, self._lanes, take, self._sharing)
+        several = [block.block for block in blocks]
+        return Homes(several, homes, self._reader, self._lanes, take, self._sharing, pulls=self._pulls)
+
+    def _can_pull(self, ranks: ModelRanks) -> bool:
+        """Whether all that is divided lies on devices that can map each other's memory; the ranks agree on it."""
+        is_divided = any(home.shared for home in self._plan.homes)
+        can = ranks.can_share and is_divided and self._plan.is_on_devices
+        return all(ranks.exchange(can, ranks.members))
 
     def _open_streamer(self, streamed: list[Block], synchronous: bool) -> Streamer:
         plan, stream = self._plan, self._lanes[Tier.HOST].stream
-        if self._sharing is None:
+        if self._sharing is None or self._pulls:
             slots = DeviceSlots(Slot.allocate(plan.slot_bytes, stream) for _ in range(plan.num_slots))
         else:
             buffers = (self._sharing.allocate(plan.slot_bytes) for _ in range(plan.num_slots))
@@ -178,6 +189,11 @@ class Runtime:
             streamed, sources, lanes, slots, synchronous=synchronous, trace=self._trace, gathers=self._gathers
         )
 
+    @property
+    def num_in_step(self) -> int:
+        """The number of ranks that make each pass together, since none can stream without the others."""
+        return 1 if self._sharing is None or self._pulls else self._sharing.partition.size
+
     def serve_to_the_end(self) -> None:
         """Serve the other ranks until none asks for another block; called without the model's lock."""
         if self._service is not None:
@@ -185,7 +201,7 @@ class Runtime:
         elif self._ranks is not None and self._ranks.failure is None:
             self._ranks.turns.say_done()
         if self._ranks is not None:
-            self._ranks.wait_for_others()
+            self._ranks.wait_for_others(all_wait=self._pulls)  # who copy from this one
 
     @property
     def serve_next(self) -> Callable[[], bool] | None:
@@ -216,7 +232,7 @@ class Runtime:
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether a block that streams in every pass would fit in this device memory and stay there."""
-        if self._sharing is not None:  # what one rank caches, it would not gather for the others
+        if self._gathers is not None:  # what one rank caches, it would not gather for the others
             return False
         return self._streamer is not None and self._streamer.num_passing > 0 and bool(self._slots_in(memory))
 
@@ -252,7 +268,7 @@ class Runtime:
             bytes_to_device=homes.bytes_to_device + moved_bytes,
             streamed_bytes_per_pass=self._wire_bytes,
             disk_bytes_per_pass=self._disk_bytes,
-            gathered_bytes=self._gathers.gathered_bytes if self._gathers else 0,
+            gathered_bytes=self._gathered_bytes(),
             pinned_bytes=homes.pinned_bytes + sum(memory.nbytes for memory in staging if memory.pinned),
             host_bytes=homes.host_bytes + sum(memory.nbytes for memory in staging),
             device_bytes=homes.device_bytes + plan.num_slots * plan.slot_bytes,
@@ -266,6 +282,11 @@ class Runtime:
             wall_s=wall_s,
             span_s=span_s,
         )
+
+    def _gathered_bytes(self) -> int:
+        if self._gathers is not None:
+            return self._gathers.gathered_bytes
+        return sum(each.pulled_bytes for each in self._homes.sources.values() if isinstance(each, PeerSource))
 
     def close(self) -> None:
         """Remove the hooks, stop the threads, close the files and free the memory; only placeholders remain."""

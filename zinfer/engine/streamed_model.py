@@ -302,6 +302,11 @@ class StreamedModel:
         return (ended.time_s() if ended is not None and is_over else time.perf_counter()) - began_s
 
     @property
+    def num_in_step(self) -> int:
+        """As `Runtime.num_in_step`."""
+        return self._running().num_in_step
+
+    @property
     def injected(self) -> dict[str, str]:
         """The modules with fused kernels: their names, and what is fused in each."""
         return self._acceleration.injected

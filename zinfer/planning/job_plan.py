@@ -234,7 +234,9 @@ class SizedJob:
         if settings.offload.nvme_path is not None and clock.disk_spares_time(token_bytes):
             budget = replace(budget, swaps_to_disk=True)
         latency_s = batching.max_token_latency_s
-        estimator = JobEstimator(budget, window, token_bytes, clock.pass_time, latency_s, case.mesh.zero)
+        copies = plan.is_on_devices and machine.rates.joins_devices  # as each rank likes
+        num_in_step = 1 if copies else case.mesh.zero
+        estimator = JobEstimator(budget, window, token_bytes, clock.pass_time, latency_s, num_in_step)
         return cls(case, batching, budget, plan, estimator)
 
     @property
@@ -269,7 +271,8 @@ class SizedJob:
         repeats = simulations.repeats(self.budget)
         most_passes = most_s / num_batches / repeats / self._pass_s(1, 1, 1)
         passes = simulations.under(self.budget, estimator.order, most_passes)
-        simulated = estimator.of_passes(passes.together, passes.own).repeated(repeats)
+        sizes = passes.own if estimator.num_ranks == 1 else passes.together
+        simulated = estimator.of_passes(sizes, passes.own).repeated(repeats)
         seconds = simulated.seconds * num_batches
         return JobPlan(
             self.case, self.batching, self.budget, self.plan, job, simulated, seconds, simulations, estimator

@@ -54,6 +54,11 @@ class Plan:
         """Whether blocks stream from host memory and from disk."""
         return self.num_blocks(Tier.HOST) > 0 and self.num_blocks(Tier.DISK) > 0
 
+    @property
+    def is_on_devices(self) -> bool:
+        """Whether nothing streams but what ranks have of each other."""
+        return self.num_blocks(Tier.DEVICE) == len(self.homes)
+
     def num_blocks(self, tier: Tier) -> int:
         """Return the number of blocks whose home is the tier."""
         return sum(home.tier is tier for home in self.homes)

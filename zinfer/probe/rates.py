@@ -29,6 +29,11 @@ class Rates:
     all_reduce_bytes_per_s: float | None = None
     links_together: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def joins_devices(self) -> bool:
+        """Whether devices have links between them, faster than the host's: then they can map each other's memory."""
+        return self.gather_bytes_per_s is not None and self.gather_bytes_per_s > 2 * self.link_bytes_per_s
+
     def shared(self, num_local: int, num_copies: float) -> "Rates":
         """Return what a rank has of these rates beside the others of its host.
 

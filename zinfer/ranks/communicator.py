@@ -1,12 +1,14 @@
 """Exchanges of tensors among the ranks of one mode of the mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from zinfer.offload.partition import Partition
+from zinfer.offload.ranks import Shared
+from zinfer.ranks.mapped_memory import MappedMemory
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
@@ -19,12 +21,17 @@ class Communicator(Protocol):
 
     Attributes:
         can_capture: whether its work can be captured in CUDA graphs, which all ranks replay in the same order.
+        can_share: whether the ranks can map memory of each other.
     """
 
     can_capture: bool
+    can_share: bool
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory of a slot (uint8), which `gather` fills fastest."""
+
+    def share(self, nbytes: int) -> Shared:
+        """As `zinfer.offload.ranks.Ranks.share`, if `can_share`."""
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `zinfer.offload.ranks.Ranks.gather`."""
@@ -55,6 +62,8 @@ class TorchCommunicator:
         device: of the tensors.
         check: raises the error of a rank that has failed.
         wait_for: waits for a collective, as `ModelRanks.wait_for`.
+        can_share: whether the ranks are processes of one host, whose tensors are in its memory.
+        exchange: returns the value of every rank of the group.
     """
 
     def __init__(
@@ -65,16 +74,24 @@ class TorchCommunicator:
         device: torch.device,
         check: Callable[[], None],
         wait_for: Callable[[Any], None],
+        can_share: bool,
+        exchange: Callable[[Any], Sequence[Any]],
     ) -> None:
         self.group, self.partition = group, partition
         self._members, self._device = members, device
         self._check, self._wait_for = check, wait_for
         self._has_given_up = False
         self.can_capture = False  # its waits look for ranks that have failed
+        self.can_share = can_share
+        self._exchange = exchange
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """As `Communicator.allocate`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def share(self, nbytes: int) -> MappedMemory:
+        """As `Communicator.share`."""
+        return MappedMemory(nbytes, self._exchange, self.partition.rank)
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `Communicator.gather`."""

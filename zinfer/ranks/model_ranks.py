@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from zinfer.errors import RankError
 from zinfer.nvme.pool import Pool
 from zinfer.offload.partition import Partition
-from zinfer.offload.ranks import Turn
+from zinfer.offload.ranks import Shared, Turn
 from zinfer.ranks.communicator import Communicator, TorchCommunicator
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import DIVIDING, Mesh, Mode
@@ -89,6 +90,15 @@ class ModelRanks:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """As `Ranks.allocate`."""
         return self._slabs.allocate(nbytes)
+
+    @property
+    def can_share(self) -> bool:
+        """As `Ranks.can_share`."""
+        return self._slabs.can_share
+
+    def share(self, nbytes: int) -> Shared:
+        """As `Ranks.share`."""
+        return self._slabs.share(nbytes)
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `Ranks.gather`."""
@@ -168,10 +178,11 @@ class ModelRanks:
             self.fail(failure)
         self.close()
 
-    def wait_for_others(self) -> None:
-        """On rank 0, which keeps the store, wait until no rank asks for another block, or one has failed."""
+    def wait_for_others(self, *, all_wait: bool = False) -> None:
+        """Wait until no rank asks for another block, or one has failed: on rank 0, which keeps the store, or on all."""
         every = [f"done/{rank}" for rank in range(self.group.size)]
-        while self.group.rank == 0 and self.failure is None and not self._store.has(*every):
+        waits = all_wait or self.group.rank == 0
+        while waits and self.failure is None and not self._store.has(*every):
             time.sleep(_LEAVE_PAUSE_S)
 
     def close(self) -> None:
@@ -193,7 +204,17 @@ class ModelRanks:
         own = self.open_group(self.mesh.groups_in(modes), "gloo" if copies else None)
         if copies:
             return PeerCommunicator(PeerMemory(partition, self._device, own))
-        return TorchCommunicator(own, members, partition, self._device, self.check, self.wait_for)
+        is_mapped = self._device.type == "cpu" and len({self.group.hosts[rank] for rank in members}) == 1
+        return TorchCommunicator(
+            own,
+            members,
+            partition,
+            self._device,
+            self.check,
+            self.wait_for,
+            is_mapped,
+            partial(self.exchange, members=members),
+        )
 
     def open_group(self, groups: Iterable[tuple[int, ...]], backend: str | None = None) -> Any:
         """Return torch's process group of this rank, one of several that all ranks of the job make together.

@@ -32,7 +32,7 @@ class PeerCommunicator:
         self._memory = memory
         self.partition: Partition = memory.partition
         self._slots: dict[int, SharedMemory] = {}  # by address
-        self.can_capture = True
+        self.can_capture = self.can_share = True
         self._buffer = memory.share(_BUFFER_BYTES, _SUMS + MOST_PROGRAMS)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -40,6 +40,10 @@ class PeerCommunicator:
         shared = self._memory.share(nbytes)
         self._slots[shared.own.data_ptr()] = shared
         return shared.own
+
+    def share(self, nbytes: int) -> SharedMemory:
+        """As `Communicator.share`."""
+        return self._memory.share(nbytes, num_channels=0)
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `Communicator.gather`."""

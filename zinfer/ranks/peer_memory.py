@@ -58,7 +58,7 @@ class SharedMemory:
         own: this rank's (uint8).
         handle: of torch's symmetric memory.
         partition: this rank's place.
-        num_channels: of its signal pads that are used.
+        num_channels: of its signal pads that are used; 0: nobody waits for another.
 
     Attributes:
         addresses, pads: of every rank's memory and signal pad, for kernels (int64, [ranks]).
@@ -69,7 +69,8 @@ class SharedMemory:
         self._handle = handle
         rank, size = partition.rank, partition.size
         self._views = [handle.get_remote_tensor(peer, own.shape, own.dtype) for peer in range(size)]
-        pads = [handle.get_signal_pad(peer, (num_channels * size,), torch.uint32) for peer in range(size)]
+        peers = range(size) if num_channels else ()
+        pads = [handle.get_signal_pad(peer, (num_channels * size,), torch.uint32) for peer in peers]
         self.addresses = torch.tensor([view.data_ptr() for view in self._views], device=own.device)
         self.pads = torch.tensor([pad.data_ptr() for pad in pads], device=own.device)
         # A barrier waits for 1 in each other rank's place of the own pad, and for 0 in the own place of theirs.

@@ -1,0 +1,95 @@
+"""Ranks whose devices hold all that they divide copy each other's ranges as they like: none waits for another."""
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import tiny_checkpoint
+from rank_engines import check_equal, computed, config, inputs_of
+from ranks_support import Failed, Ranks, run_ranks
+
+import zinfer
+from zinfer.errors import RankError
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+NUM_LAYERS = 20
+
+
+def divided(folder: Path, bits: int | None = None, device: str = "cpu") -> dict[str, Any]:
+    """A configuration with too little device memory for whole layers on each of two ranks."""
+    [(_, stats)] = computed(0, [(folder, config("none", bits, device), {})], (1,))
+    return config("none", bits, device, stats.device_bytes * 9 // 10)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_layers=NUM_LAYERS, tie=False)
+
+
+@DEVICES
+def test_the_bits_are_those_of_one_process(llama: Path, tmp_path: Path, device: str) -> None:
+    gpt2 = tiny_checkpoint("gpt2", tmp_path, num_layers=NUM_LAYERS)
+    cases = [(llama, None), (llama, 8), (llama, 4), (gpt2, None)]
+    check_equal([(folder, divided(folder, bits, device), {}) for folder, bits in cases], 2, (3, 1))
+
+
+@pytest.mark.slow
+def test_four_ranks(llama: Path) -> None:
+    check_equal([(llama, divided(llama), {})], 4, (1, 4, 2, 0))
+
+
+def alone(rank: int, folder: Path, settings: dict[str, Any], done: Path) -> tuple[int, int, list[str]]:
+    """The second rank does nothing until the first one has called twice, and computes nothing at all.
+
+    Returns the bytes copied from the other rank in two calls, those of all blocks, and the names of threads.
+    """
+    engine = zinfer.init_inference(folder, settings)
+    try:
+        names = [each.name for each in threading.enumerate()]
+        if rank == 0:
+            for _ in range(2):
+                engine(**inputs_of(rank))
+            done.touch()
+        while not done.exists():
+            time.sleep(0.01)
+        return engine.stats().gathered_bytes, engine.stats().device_bytes, names
+    finally:
+        engine.destroy()
+
+
+def test_a_rank_needs_no_thread_of_the_others(llama: Path, tmp_path: Path) -> None:
+    (pulled, held, names), (nothing, _, others) = run_ranks(2, alone, llama, divided(llama), tmp_path / "done")
+    assert not {"zinfer-gather", "zinfer-rank-service"} & {*names, *others}
+    assert nothing == 0
+    assert held / 2 < pulled < 4 * held, "half of what is divided, in two calls and ahead of a third"
+
+
+def calling(rank: int, folder: Path, settings: dict[str, Any], begun: Path) -> str:
+    """Calls until another rank fails, and returns what was said of it."""
+    engine = zinfer.init_inference(folder, settings)
+    while True:
+        try:
+            with torch.no_grad():
+                engine(**inputs_of(rank))
+            (begun / str(rank)).touch()
+        except RankError as failure:
+            engine.destroy()
+            return str(failure)
+
+
+@DEVICES
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_lost_rank_ends_the_other(
+    llama: Path, tmp_path: Path, lost: int, number: signal.Signals, device: str
+) -> None:
+    with Ranks(2, calling, llama, divided(llama, device=device), tmp_path) as ranks:
+        ranks.wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+        ranks.kill(lost, number)
+        found = ranks.result_of(1 - lost)
+    assert not isinstance(found, Failed)
+    assert f"rank {lost}" in found
