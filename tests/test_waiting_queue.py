@@ -84,10 +84,21 @@ def test_nobody_saves_up_turns() -> None:
 def test_lower_numbers_come_first_and_the_background_last() -> None:
     arrivals = Arrivals()
     arrivals.add(2, "z", is_background=True, priority=-9)
-    arrivals.add(2, "a", priority=1)
-    arrivals.add(3, "b")
-    arrivals.add(2, "c", priority=-1)
-    assert arrivals.admit(9) == "ccbbbaazz"
+    for priority in (1, 0, -1):
+        arrivals.add(2, "a", priority=priority)
+    found = []
+    while (first := arrivals.queue.first()) is not None:
+        found.append(first.precedence.priority)
+        arrivals.queue.remove_first()
+    assert found == [-1, -1, 0, 0, 1, 1, -9, -9]
+
+
+def test_nobody_shuts_out_others_by_a_priority() -> None:
+    arrivals = Arrivals()
+    arrivals.add(60, "a", priority=-5)
+    assert arrivals.admit(4) == "aaaa"
+    arrivals.add(5, "b")
+    assert arrivals.admit(10).count("b") == 5
 
 
 def test_who_gave_up_is_passed_over() -> None:
@@ -108,18 +119,20 @@ def test_an_llm_lets_owners_take_turns(tmp_path: Path) -> None:
             llm.prepare(["cd"] * 2, max_new_tokens=3, owner="b"),
             llm.prepare(["ef"], max_new_tokens=3, owner="a", priority=-1),
         ]
-        order: list[str] = []
+        order, priorities = list[str](), list[int]()
         deliver = llm._loop._deliver
 
         def note(request: Request, event: Any) -> None:
             order.append(request.precedence.owner)
+            priorities.append(request.precedence.priority)
             deliver(request, event)
 
         llm._loop._deliver = note  # type: ignore[method-assign]
         llm._loop._commands.put(lambda: [llm._loop._begin(each) for each in handles])
         for handle in handles:
             assert len(list(handle)) == len(handle.requests)
-        assert "".join(order) == "ababaaaaa", "the urgent one, then in turn"
+        assert "".join(order) == "baabaaaaa", "in turn"
+        assert priorities[:2] == [0, -1], "of its owner's the urgent one comes first"
 
 
 def test_each_key_is_a_caller_of_its_own() -> None:

@@ -183,7 +183,7 @@ class LLM(BatchedModel):
         Args:
             deltas: the handle yields a `CompletionDelta` for each token instead of a `Completion` for each request.
             is_background: the requests give way to others, whenever these are submitted.
-            priority: among requests that wait, those of a lower number start first.
+            priority: of one owner's requests that wait, those of a lower number start first.
             owner: whose requests they are: those of several owners that wait take turns, by tokens.
         """
         self._check_open()

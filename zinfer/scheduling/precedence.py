@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 
 class Precedence(NamedTuple):
-    """First those not in the background, then those of a lower number, then owners in turn.
+    """First those not in the background, then owners in turn, then those of a lower number.
 
     is_background: whether it gives way to sequences that are not; see [Note: background] in `claims`.
-    priority: lower ones are admitted first.
+    priority: lower ones are admitted before others of the same owner.
     owner: whose it is; see `WaitingQueue`.
     """
 

@@ -44,7 +44,7 @@ class _Owner:
 
 
 class WaitingQueue:
-    """Sequences by background, priority and owner; an owner's by arrival, or longest first with ties by arrival.
+    """Sequences by background and owner; an owner's by priority, then by arrival, or longest first, then by arrival.
 
     The longest has the most new tokens at most, each of which takes a pass; of two with as many, it has the longer
     prompt. So few passes are left to a few sequences at the end. For owners see [Note: turns].
@@ -70,7 +70,7 @@ class WaitingQueue:
         """Return the sequence to admit next, without removing it; None if the queue is empty."""
         for is_background in (False, True):
             found = [
-                (entry[0], owner.clock, entry[3], entry[-1])
+                (owner.clock, entry[3], entry[-1])
                 for owner in self._owners.values()
                 if (entry := owner.first(is_background)) is not None
             ]
