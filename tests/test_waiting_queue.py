@@ -15,7 +15,7 @@ from zinfer.batching.request import Request
 from zinfer.scheduling.precedence import Precedence
 from zinfer.scheduling.sequence import Sequence, SequenceState
 from zinfer.scheduling.waiting_queue import WaitingQueue
-from zinfer.serve.caller import CALLER
+from zinfer.serve.caller import CALLER, name_of
 from zinfer.serve.guard import Guard
 
 
@@ -145,6 +145,7 @@ def test_each_key_is_a_caller_of_its_own() -> None:
             answers = [await http.get("/v1/models", headers={"Authorization": f"Bearer {each}"}) for each in given]
         return [each.text if each.status_code == 200 else str(each.status_code) for each in answers]
 
-    assert asyncio.run(ask(["one", "two"], "two", "one", "three", "two")) == ["caller 1", "caller 0", "401", "caller 1"]
+    callers = [f"caller {name_of(each)}" for each in (b"two", b"one")]
+    assert asyncio.run(ask(["one", "two"], "two", "one", "three", "two")) == [*callers, "401", callers[0]]
     assert asyncio.run(ask([], "any")) == ["caller "]
     assert CALLER.get() == ""

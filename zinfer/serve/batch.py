@@ -1,15 +1,18 @@
 """`Batch`: what OpenAI's interface shows of a batch."""
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 URLS: Final = ("/v1/chat/completions", "/v1/completions")
 UNFINISHED: Final = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class Batch(BaseModel):
-    """A batch as OpenAI's interface shows it; times are seconds since the epoch."""
+    """A batch as OpenAI's interface shows it; times are seconds since the epoch.
+
+    owner: who has begun it, as `CALLER`; kept, and not shown.
+    """
 
     id: str
     object: Literal["batch"] = "batch"
@@ -31,6 +34,7 @@ class Batch(BaseModel):
     cancelled_at: int | None = None
     request_counts: dict[str, int] = {"total": 0, "completed": 0, "failed": 0}
     metadata: dict[str, str] | None = None
+    owner: Annotated[str, Field(exclude=True)] = ""
 
     @property
     def is_unfinished(self) -> bool:

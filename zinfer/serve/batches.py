@@ -14,8 +14,9 @@ from zinfer.nvme.whole_file import replace_file
 from zinfer.serve.batch import URLS, Batch
 from zinfer.serve.batch_job import BatchJob
 from zinfer.serve.batch_rows import divide
+from zinfer.serve.caller import CALLER, may_see
 from zinfer.serve.errors import ApiError
-from zinfer.serve.file_store import FileStore, ordered_name
+from zinfer.serve.file_store import FileStore, json_with_owner, ordered_name
 from zinfer.serve.service import Service
 
 _WINDOW_S: Final = 24 * 3600
@@ -65,14 +66,15 @@ class Batches:
             created_at=now,
             expires_at=now + _WINDOW_S,
             metadata=metadata,
+            owner=CALLER.get(),
         )
         self._keep(batch)
         self._has_more.set()
         return batch
 
     def get(self, name: str) -> Batch:
-        """Return a batch with its present counts. Raises ApiError if there is none of this name."""
-        if name not in self._batches:
+        """Return a batch with its present counts. Raises ApiError if the caller has none of this name."""
+        if name not in self._batches or not may_see(self._batches[name].owner):
             raise ApiError(404, f"there is no batch {name!r:.100}", code="batch_not_found")
         batch = self._batches[name]
         if self._job is not None and self._job[0] == name and (counts := self._job[1].counts)["total"]:
@@ -80,8 +82,8 @@ class Batches:
         return batch
 
     def list(self) -> "list[Batch]":
-        """Return all batches, the newest first."""
-        return [self.get(name) for name in reversed(self._batches)]
+        """Return the caller's batches, the newest first."""
+        return [self.get(name) for name, each in reversed(self._batches.items()) if may_see(each.owner)]
 
     def cancel(self, name: str) -> Batch:
         """End a batch; rows that are complete stay. Raises ApiError if it has ended, or there is none."""
@@ -200,7 +202,7 @@ class Batches:
         parts, counts = await asyncio.to_thread(divide, rows)
         for kind, part in parts.items():
             name = f"file-{batch.id.removeprefix('batch_')}-{kind}"  # the same if this is done again
-            self._files.adopt(part, name, f"{batch.id}_{kind}.jsonl", "batch_output")
+            self._files.adopt(part, name, f"{batch.id}_{kind}.jsonl", "batch_output", batch.owner)
             setattr(batch, f"{kind}_file_id", name)
         batch.request_counts = {"total": max(batch.request_counts["total"], sum(counts.values())), **counts}
         self._keep(batch)
@@ -216,4 +218,4 @@ class Batches:
 
     def _keep(self, batch: Batch) -> None:
         self._batches[batch.id] = batch
-        replace_file(self._folder / f"{batch.id}.json", batch.model_dump_json())
+        replace_file(self._folder / f"{batch.id}.json", json_with_owner(batch))

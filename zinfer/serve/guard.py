@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from zinfer.serve.caller import CALLER
+from zinfer.serve.caller import CALLER, name_of
 from zinfer.serve.errors import ApiError
 from zinfer.serve.page_routes import is_page
 
@@ -38,6 +38,7 @@ class Guard:
         }
         self._most_body_bytes, self._most_file_bytes = most_body_bytes, most_file_bytes
         self._keys = [key.encode() for key in keys]
+        self._names = [name_of(key) for key in self._keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,14 +56,14 @@ class Guard:
             await send(message)
 
         caller = self._caller(headers)
-        token = CALLER.set("" if caller is None else str(caller))
+        token = CALLER.set(caller or "")
         try:
             await self._answer(headers, scope, caller)(scope, receive, send_named)
         finally:
             CALLER.reset(token)
             log.info("%s %s %s %d %.3f s", name, scope["method"], scope["path"], status, time.monotonic() - began_s)
 
-    def _answer(self, headers: Headers, scope: Scope, caller: int | None) -> ASGIApp:
+    def _answer(self, headers: Headers, scope: Scope, caller: str | None) -> ASGIApp:
         """Return the application, or the answer to a request that does not reach it."""
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._keys and not is_page(scope["method"], path) and caller is None:
@@ -75,9 +76,9 @@ class Guard:
             return JSONResponse(error.body, error.status)
         return self._apps[most]
 
-    def _caller(self, headers: Headers) -> int | None:
-        """Return the number of the key that a request gives; None if it gives none of them."""
+    def _caller(self, headers: Headers) -> str | None:
+        """Return the name of the key that a request gives; None if it gives none of them."""
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip().encode("latin-1", "replace")
         found = [hmac.compare_digest(given, each) for each in self._keys]  # all of them: the time tells nothing
-        return found.index(True) if kind.lower() == "bearer" and any(found) else None
+        return self._names[found.index(True)] if kind.lower() == "bearer" and any(found) else None
