@@ -1,7 +1,6 @@
 """`zinfer bench --compare`: rivals run on a real checkpoint in processes of their own; one that cannot is no error."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,9 +59,14 @@ def stand_in_for_deepspeed(script: str, tmp_path: Path, monkeypatch: pytest.Monk
     package = tmp_path / "packages" / "deepspeed"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(script)
-    monkeypatch.syspath_prepend(str(package.parent))
+    use_packages(package.parent, monkeypatch)
+
+
+def use_packages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import from a folder first, here and in the processes that are started."""
+    monkeypatch.syspath_prepend(str(folder))
     root = Path(__file__).resolve().parent.parent
-    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{root}")
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{root}")
 
 
 def request_for(model: str, *rivals: str, rows: int = 2) -> BenchRequest:
@@ -148,9 +152,12 @@ def test_ranks_of_a_rival_take_equal_steps_through_all_prompts(num_prompts: int,
     assert _rows_of(0, task_of(tmp_path, "accelerate", num_prompts, 3)) == task.prompts, "in one process"
 
 
-def benched(rank: int, model: str, cache: Path) -> BenchResult:
-    os.environ["XDG_CACHE_HOME"] = str(cache)
-    return run_bench(request_for(model, "accelerate", "deepspeed", rows=5))
+def benched(rank: int, model: str, folder: Path) -> BenchResult:
+    """Benches in a process that a server forks, whose environment may be older than the test's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        use_packages(folder / "packages", patch)
+        return run_bench(request_for(model, "accelerate", "deepspeed", rows=5))
 
 
 @pytest.mark.slow
