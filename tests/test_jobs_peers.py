@@ -4,13 +4,15 @@ import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from threading import Timer
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from zinfer.errors import JobError, RankError
+from zinfer.errors import JobError, RankError, SilentRankError
 from zinfer.jobs import peers as module
-from zinfer.jobs.messages import Cause, Failed
+from zinfer.jobs.messages import Cause, Failed, Ready
 from zinfer.jobs.peers import Peers
 from zinfer.jobs.request import OtherRankFailed
 
@@ -25,6 +27,23 @@ def until_it_raises(check: Callable[[], None]) -> None:
     while True:
         check()
         time.sleep(0.001)
+
+
+def watched_peers(monkeypatch: pytest.MonkeyPatch) -> tuple[Peers, Connection, Callable[[SilentRankError], None]]:
+    """Rank 0's side of a job of two ranks, the other end of its connection, and what its watch calls."""
+    here, there = Pipe()
+    links, calls = [here], []
+
+    def watch_job(group: object, call: Callable[[SilentRankError], None]) -> Any:
+        calls.append(call)
+        return SimpleNamespace(end=lambda: None)
+
+    monkeypatch.setattr(module, "open_links", lambda group: links)
+    monkeypatch.setattr(module, "watch_job", watch_job)
+    monkeypatch.setattr(module, "_GRACE_S", 0.2)
+    monkeypatch.setattr(module, "fail_models", lambda failure: None)
+    peers = Peers(SimpleNamespace(hosts=["a", "b"]), lambda: "Rows are kept")  # type: ignore[arg-type]
+    return peers, there, calls[0]
 
 
 @pytest.mark.parametrize(
@@ -43,15 +62,24 @@ def until_it_raises(check: Callable[[], None]) -> None:
 def test_what_was_first_is_told(
     own: BaseException, cause: Cause, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there = Pipe()
-    links: list[Connection] = [here]
-    monkeypatch.setattr(module, "open_links", lambda group: links)
-    monkeypatch.setattr(module, "_GRACE_S", 0.2)
-    monkeypatch.setattr(module, "fail_models", lambda failure: None)
-    peers = Peers(SimpleNamespace(hosts=["a", "b"]), lambda: "Rows are kept")  # type: ignore[arg-type]
+    peers, there, _ = watched_peers(monkeypatch)
     there.send(Failed(cause, "news"))
     with pytest.raises(OtherRankFailed):
         until_it_raises(peers.check)
     found = peers.first_failure(own)
     assert (found is None) == (told is None)
     assert told is None or str(found).startswith(told)
+
+
+def test_a_silent_rank_ends_a_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection tells of it; that to it is ended, as a message to it may be on its way for good."""
+    peers, there, notice = watched_peers(monkeypatch)
+    silent = SilentRankError("rank 1 on b has not answered", 1)
+    Timer(0.1, notice, [silent]).start()
+    with pytest.raises(SilentRankError, match="rank 1 on b has not answered"):
+        peers.wait_ready(Ready({}, None))
+    with pytest.raises(EOFError):
+        there.recv()
+    error = JobError("rows 1 to 4 failed")
+    error.__cause__ = RankError("a gather broke")
+    assert peers.first_failure(error) is silent

@@ -394,6 +394,13 @@ def ending(rank: int, text: str, exit_code: int, *, is_own: bool) -> Ending:
             "rank 1 on host: error: boom",
         ),
         ([ending(1, "error: gone", 1, is_own=False), ending(0, "SIGTERM", 143, is_own=False)], "SIGTERM"),
+        (
+            [
+                ending(0, "error: rank 2 is gone", 1, is_own=False),
+                Ending(1, "host", "error: rank 2 on host has not answered", 1, True, 2),
+            ],
+            "error: rank 2 on host has not answered",
+        ),
         ([], None),
     ],
 )

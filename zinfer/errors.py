@@ -35,3 +35,22 @@ class JobError(ZinferError):
 
 class RankError(ZinferError, RuntimeError):
     """Another rank failed, or does not answer; the message names the rank, its host and the cause."""
+
+
+class SilentRankError(RankError):
+    """A rank has not answered for long: it was stopped, or hangs.
+
+    Attributes:
+        rank: its number.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def silent_rank_of(error: BaseException | None) -> SilentRankError | None:
+    """Return the error of a silent rank that this one is or was caused by, if any."""
+    while error is not None and not isinstance(error, SilentRankError):
+        error = error.__cause__
+    return error

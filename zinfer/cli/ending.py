@@ -16,7 +16,7 @@ from rich.console import Console
 
 from zinfer.cli.rank_endings import LAUNCHER, Ending, note_ending, wait_for_cause
 from zinfer.display import LastingStream, print_text
-from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError, RankError
+from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError, RankError, silent_rank_of
 from zinfer.jobs.request import OtherRankFailed, UnusableInput
 from zinfer.ranks.environment import host_name, own_rank
 
@@ -68,6 +68,9 @@ def exit_on_error(kept: Callable[[], str] | None = None) -> Iterator[None]:
         name = signal.Signals(interruption.signal_number).name
         conclude(f"{name}: stopped.{resumes}", interruption.exit_code, is_own=False)
     except (OSError, JobError, RankError) as error:
+        if (silent := silent_rank_of(error)) is not None:
+            how = f". {kept()}; run the same command again to go on" if kept else ""
+            conclude(f"error: {silent}{how}", EXIT_STOPPED, silent_rank=silent.rank)
         if isinstance(error.__cause__, RuntimeError) and not isinstance(error, RankError):
             traceback.print_exception(error.__cause__)
         how = ""
@@ -77,18 +80,23 @@ def exit_on_error(kept: Callable[[], str] | None = None) -> Iterator[None]:
         conclude(f"error: {error}{how}", EXIT_STOPPED)
 
 
-def conclude(text: str, exit_code: int, *, is_own: bool = True) -> NoReturn:
+def conclude(text: str, exit_code: int, *, is_own: bool = True, silent_rank: int | None = None) -> NoReturn:
     """Say why the command ends, and end it. Ranks leave it to their launcher; without one, rank 0 speaks for all.
 
     Args:
         is_own: whether the cause lies in this process, not in a signal or another rank.
+        silent_rank: one that has not answered. If it is rank 0, rank 1 speaks for all.
     """
     if LAUNCHER in os.environ:
-        note_ending(Ending(own_rank(), host_name(), text, exit_code, is_own))
+        note_ending(Ending(own_rank(), host_name(), text, exit_code, is_own, silent_rank))
         if not is_own and exit_code == EXIT_STOPPED and signal.SIGTERM not in _received:  # another rank failed
             wait_for_cause()
-    elif is_own or own_rank() == 0:
+    elif own_rank() == int(silent_rank == 0) or (is_own and silent_rank is None):
         say(text)
+    if silent_rank is not None:  # threads of torch wait for it, and would abort the process at its end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
     raise typer.Exit(exit_code) from None
 
 

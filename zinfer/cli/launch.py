@@ -15,7 +15,7 @@ from uuid import uuid4
 import typer
 
 from zinfer.cli.ending import EXIT_ROWS_FAILED, EXIT_STOPPED, ending_signals, say
-from zinfer.cli.rank_endings import LAUNCHER, first_cause, read_endings
+from zinfer.cli.rank_endings import LAUNCHER, first_cause, killing_silent_ranks, read_endings
 from zinfer.errors import ConfigError
 from zinfer.ranks.announcing import announce
 from zinfer.ranks.environment import host_name, is_several, num_started
@@ -131,7 +131,8 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
         )
         words = ["-m", "zinfer", *sys.argv[1:]]
         try:
-            elastic_launch(config, sys.executable)(*words)
+            with killing_silent_ranks(endings):
+                elastic_launch(config, sys.executable)(*words)
         except SignalException as stopped:
             text, exit_code = f"{stopped.sigval.name}: stopped. {kept()}; {_AGAIN}.", 128 + stopped.sigval
         except ChildFailedError as error:
@@ -139,7 +140,8 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
             killed = {rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0}
             first = next(iter(error.failures))  # the launcher ends the others by SIGTERM, and at last SIGKILL
             killed = {rank: number for rank, number in killed.items() if rank == first or number != signal.SIGTERM}
-            if killed and (first in killed or ending is None or not ending.is_own):
+            is_silent = ending is not None and ending.silent_rank is not None  # and was killed for that
+            if killed and not is_silent and (first in killed or ending is None or not ending.is_own):
                 rank, number = next(iter(killed.items()))
                 name = signal.Signals(number).name
                 text = f"error: rank {rank} on {host_name()} was killed by {name}. {kept()}; {_AGAIN}"

@@ -2,16 +2,22 @@
 
 import json
 import os
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 LAUNCHER: Final = "ZINFER_RANK_ENDINGS"
 """Names the file; set by the launcher."""
 _MOST_WAIT_S: Final = 20.0
 _PAUSE_S: Final = 0.05
+_LOOK_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,7 @@ class Ending:
     Attributes:
         text: for the user.
         is_own: whether the cause lies in this rank, not in a signal or another rank.
+        silent_rank: one that has not answered, as this rank says, for which no other needs to speak.
     """
 
     rank: int
@@ -28,11 +35,13 @@ class Ending:
     text: str
     exit_code: int
     is_own: bool
+    silent_rank: int | None = None
 
     @property
     def told(self) -> str:
-        """The text, with the rank unless it is 0, which speaks for the whole job."""
-        return self.text if self.rank == 0 else f"rank {self.rank} on {self.host}: {self.text}"
+        """The text, with the rank unless it is 0, which speaks for the whole job, or the text names another."""
+        speaks_for_all = self.rank == 0 or self.silent_rank is not None
+        return self.text if speaks_for_all else f"rank {self.rank} on {self.host}: {self.text}"
 
 
 def note_ending(ending: Ending) -> None:
@@ -61,8 +70,37 @@ def wait_for_cause() -> None:
 
 
 def first_cause(endings: Sequence[Ending]) -> Ending | None:
-    """Return the ending to tell: rank 0's, which knows of the others', unless a signal ended it."""
+    """Return the ending to tell: one that names a silent rank, else rank 0's, which knows of the others'.
+
+    Not rank 0's if a signal ended it.
+    """
+    silent = [each for each in endings if each.silent_rank is not None]
     told = [each for each in endings if each.rank == 0 and each.exit_code < 128]
     own = [each for each in endings if each.is_own]
     signalled = [each for each in endings if each.exit_code > 128]
-    return next(iter([*told, *own, *signalled, *endings]), None)
+    return next(iter([*silent, *told, *own, *signalled, *endings]), None)
+
+
+@contextmanager
+def killing_silent_ranks(file: Path) -> Iterator[None]:
+    """Kill this process's ranks that others have noted as silent.
+
+    A process that is stopped or hangs does not hear the launcher's SIGTERM, and the SIGKILL that follows comes late.
+    """
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_LOOK_S):
+            silent = {str(each.silent_rank) for each in read_endings(file)} - {str(None)}
+            for process in psutil.Process().children() if silent else ():
+                with suppress(psutil.Error, ProcessLookupError):
+                    if process.environ().get("RANK") in silent:
+                        os.killpg(process.pid, signal.SIGKILL)  # each rank has a session of its own
+
+    looking = threading.Thread(target=look, name="zinfer-silent-ranks", daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()

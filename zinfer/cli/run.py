@@ -1,6 +1,7 @@
 """`zinfer run`: run a batch job."""
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 
 from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals
+from zinfer.cli.rank_endings import LAUNCHER
 from zinfer.jobs.request import Pooling, Task, kept_message
 from zinfer.ranks.environment import own_rank
 
@@ -100,5 +102,5 @@ def run(
 
 
 def _kept(output: Path) -> str:
-    """Return a message on the rows in the output, which other ranks than 0 do not see."""
-    return kept_message(output) if own_rank() == 0 else "Rank 0 keeps the finished rows"
+    """Return a message on the rows in the output, which other ranks than 0 may not see, unless all are on one host."""
+    return kept_message(output) if own_rank() == 0 or LAUNCHER in os.environ else "Rank 0 keeps the finished rows"

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
-from zinfer.errors import RankError
+from zinfer.errors import RankError, SilentRankError, silent_rank_of
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.messages import (
@@ -39,6 +39,7 @@ from zinfer.model.context_length import read_limits
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.links import open_links
 from zinfer.ranks.open_models import fail_models
+from zinfer.ranks.rank_watch import watch_job
 from zinfer.ranks.sockets import end_link
 from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.store.saved_parts import open_for_rank
@@ -72,12 +73,14 @@ class PeerWorker:
         [self._link] = open_links(group)
         self._receiver = threading.Thread(target=self._receive, name="zinfer-rank-0", daemon=True)
         self._receiver.start()
+        self._watch = watch_job(group, self._give_up)
 
     def run(self) -> JobSummary:
         """Compute what rank 0 sends until the job is done.
 
         Raises:
             OtherRankFailed: rank 0 ended early, or a rank that this one needs.
+            SilentRankError: a rank has not answered for long.
         """
         try:
             return self._serve()
@@ -90,6 +93,8 @@ class PeerWorker:
             is_alone, was_told = self._is_alone, self._was_told  # before the connection is ended here
             with suppress(RankError):  # which tells less
                 self.close()
+            if (silent := silent_rank_of(failure)) is not None:
+                raise silent from None
             if is_alone and not was_told and cause is not Cause.SIGNAL:
                 text = f"{self._first()} ended without a word: it was killed, or has lost its connection"
                 raise RankError(text) from failure
@@ -112,6 +117,7 @@ class PeerWorker:
         finally:
             self._has_left = True
             end_link(self._link)
+            self._watch.end()
 
     def _serve(self) -> JobSummary:
         checkpoint, fingerprint = open_for_rank(self._request.model, self._group.rank)
@@ -163,8 +169,8 @@ class PeerWorker:
 
     def _next(self) -> Any:
         message = self._inbox.get()
-        if message is None:
-            raise OtherRankFailed(f"{self._first()} ended the job")
+        if isinstance(message, Exception):
+            raise message
         return message
 
     def _receive(self) -> None:
@@ -179,8 +185,14 @@ class PeerWorker:
         if self._has_left:  # the models of this process are another job's by now
             return
         self._is_alone = True
-        self._inbox.put(None)
+        self._inbox.put(OtherRankFailed(f"{self._first()} ended the job"))
         fail_models(RankError(f"{self._first()} ended the job"))
+
+    def _give_up(self, failure: SilentRankError) -> None:
+        self._inbox.put(failure)
+        fail_models(failure)
+        if failure.rank == 0:  # a message to it may be on its way for good
+            end_link(self._link)
 
     def _first(self) -> str:
         return f"rank 0 on {self._group.hosts[0]}"

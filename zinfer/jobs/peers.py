@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import suppress
 from typing import Any, Final
 
-from zinfer.errors import JobError, RankError
+from zinfer.errors import JobError, RankError, SilentRankError
 from zinfer.jobs.completer import Answer
 from zinfer.jobs.messages import Answered, Begin, Cause, End, Ended, Failed, Finished, Hello, Idle, Open, Ready, Work
 from zinfer.jobs.peer import Peer
@@ -27,6 +27,8 @@ from zinfer.ranks.group import RankGroup
 from zinfer.ranks.links import open_links
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.open_models import fail_models
+from zinfer.ranks.rank_watch import watch_job
+from zinfer.ranks.sockets import end_link
 from zinfer.units import name_values
 
 _GRACE_S: Final = 2.0  # for news of the rank that failed first, if others fail with it
@@ -60,7 +62,7 @@ class Peers:
     def __init__(self, group: RankGroup, kept: Callable[[], str]) -> None:
         self._kept = kept
         self._changed = threading.Condition()
-        self._failures: list[tuple[Cause, JobError]] = []
+        self._failures: list[tuple[Cause, JobError | SilentRankError]] = []
         self._is_closed = False
         self._next: Callable[[], Batch | None] = lambda: None
         self._begin: Callable[[Iterable[tuple[int, Prompt | BadRow]]], Mapping[int, int]] = lambda missing: {}
@@ -73,6 +75,7 @@ class Peers:
         self._followers: dict[int, list[Peer]] = {}  # by the rank that leads them
         for peer in self._peers:
             threading.Thread(target=self._listen, args=(peer,), name=f"zinfer-peer-{peer.rank}", daemon=True).start()
+        self._watch = watch_job(group, self._give_up)
 
     def check_same(self, fingerprint: str, versions: Mapping[str, str]) -> None:
         """Wait for all ranks, and compare what they run.
@@ -165,18 +168,19 @@ class Peers:
         """Tell the ranks that the job is done."""
         for peer in self._peers:
             self._send(peer, Finished(summary))
+        self._watch.end()
 
     def check(self) -> None:
         """Raise the failure of a rank, if any.
 
         Raises:
-            OtherRankFailed: a rank failed.
+            OtherRankFailed, SilentRankError: a rank failed.
             JobError: a row of it could not be written.
         """
         if self._failures:
             raise self._settled_failure() or AssertionError
 
-    def first_failure(self, error: BaseException) -> JobError | None:
+    def first_failure(self, error: BaseException) -> JobError | SilentRankError | None:
         """End the connections; return the failure of a rank that may have caused this rank's ``error``, if any.
 
         A rank's failure makes the others fail, and launchers end them by a signal: what was first is told.
@@ -191,7 +195,7 @@ class Peers:
             return None
         return None if is_signal and causes <= {Cause.SIGNAL, Cause.OTHER_RANK} else failure
 
-    def _settled_failure(self, is_late: bool = False) -> JobError | None:
+    def _settled_failure(self, is_late: bool = False) -> JobError | SilentRankError | None:
         """Return why ranks failed, after a while in which the first of them has certainly been heard of.
 
         Args:
@@ -221,6 +225,12 @@ class Peers:
             self._is_closed = True
             for peer in self._peers:
                 peer.leave()
+            self._watch.end()
+
+    def _give_up(self, failure: SilentRankError) -> None:
+        self._note(Cause.GONE, failure)
+        if failure.rank:  # a message to it may be on its way for good
+            end_link(self._peers[failure.rank - 1].link)
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         with self._changed:
@@ -283,7 +293,7 @@ class Peers:
         with suppress(OSError):  # gone: its thread tells
             peer.send(message)
 
-    def _note(self, cause: Cause, failure: JobError | str) -> None:
+    def _note(self, cause: Cause, failure: JobError | SilentRankError | str) -> None:
         if isinstance(failure, str):
             failure = OtherRankFailed(f"{failure}. {self._kept()}; {_AGAIN}")
         with self._changed:

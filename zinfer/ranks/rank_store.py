@@ -12,6 +12,7 @@ from zinfer.ranks.sockets import SILENCE_S
 
 _LEAST_PAUSE_S: Final = 20e-6
 _MOST_PAUSE_S: Final = 2e-3  # less than a block takes on its way
+_LOOK_S: Final = 1.0  # for what another connection has found
 _T = TypeVar("_T")
 
 
@@ -31,11 +32,18 @@ class RankStore:
     Args:
         connect: returns a connection to rank 0.
         prefix: of the model's keys.
-        gone: makes the error from the reason.
+        gone: makes the error from the reason; None: no answer came.
+        lost: returns the error that another connection has met, if any.
     """
 
-    def __init__(self, connect: Callable[[], Store], prefix: str, gone: Callable[[str], RankError]) -> None:
-        self._gone = gone
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        prefix: str,
+        gone: Callable[[str | None], RankError],
+        lost: Callable[[], RankError | None],
+    ) -> None:
+        self._gone, self._lost = gone, lost
         self._calls = Pool(1, "zinfer-store")
         self._store = self._ask(lambda: PrefixStore(prefix, connect()))
 
@@ -81,9 +89,14 @@ class RankStore:
         self._calls.close()
 
     def _ask(self, call: Callable[[], _T], timeout_s: float = SILENCE_S) -> _T:
-        try:
-            return self._calls.submit(call).result(timeout_s)
-        except TimeoutError as error:
-            raise self._gone(f"no answer for {timeout_s:.0f} s") from error
-        except RuntimeError as error:
-            raise self._gone(str(error).splitlines()[0]) from error
+        until_s, answer = time.monotonic() + timeout_s, self._calls.submit(call)
+        while (rest_s := until_s - time.monotonic()) > 0:
+            if (failure := self._lost()) is not None:
+                raise failure
+            try:
+                return answer.result(min(rest_s, _LOOK_S))
+            except TimeoutError:
+                continue
+            except RuntimeError as error:
+                raise self._gone(str(error).splitlines()[0]) from error
+        raise self._gone(None)

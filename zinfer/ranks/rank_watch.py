@@ -1,12 +1,14 @@
 """The watch over the ranks of a job: beats, and the news of the rank that failed first."""
 
+import itertools
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
-from zinfer.errors import RankError
+from zinfer.errors import RankError, SilentRankError
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.rank_store import RankStore
 from zinfer.ranks.sockets import SILENCE_S
@@ -17,6 +19,18 @@ BEAT_S: Final = 1
 _LEFT: Final = 1 << 40  # added to the beats of a rank that has left, which is not lost
 _HEARD_S: Final = 2.5 * BEAT_S
 _LEAVE_PAUSE_S: Final = 0.02
+_jobs: Final = itertools.count()
+
+
+def watch_job(group: RankGroup, call: Callable[[SilentRankError], None]) -> "RankWatch":
+    """Return a watch over the ranks of a job, whether or not they have a model; called by all in the same order.
+
+    Args:
+        call: called from another thread once a rank has not answered for long. Connections tell of those that end.
+    """
+    watch = RankWatch(group, f"job/{next(_jobs)}")
+    watch.on_failure(lambda failure: call(failure) if isinstance(failure, SilentRankError) else None)
+    return watch
 
 
 class RankWatch:
@@ -34,6 +48,7 @@ class RankWatch:
         self._group, self._prefix = group, prefix
         self.failure: BaseException | None = None
         self._callbacks: list[Callable[[BaseException], None]] = []
+        self._store_failure: RankError | None = None
         # A connection serves one thread: that of `_listen`, and whoever met a failure.
         self._news, self._spare = self.connect(), self.connect()
         self._failing = threading.Lock()
@@ -43,7 +58,7 @@ class RankWatch:
 
     def connect(self) -> RankStore:
         """Return a connection to rank 0's store, for one thread; once rank 0 is gone, that is the failure."""
-        return RankStore(self._group.connect, self._prefix, self._gone)
+        return RankStore(self._group.connect, self._prefix, self._gone, lambda: self._store_failure)
 
     def check(self) -> None:
         """Raise the error of the rank that has failed, if any."""
@@ -59,12 +74,11 @@ class RankWatch:
         if self.failure is not None:
             return
         self._note(failure)
-        told = str(failure)
         if not isinstance(failure, RankError):  # which names the rank
-            told = f"{self.name_of(self._group.rank)}: {type(failure).__name__}: {failure}"
+            failure = RankError(f"{self.name_of(self._group.rank)}: {type(failure).__name__}: {failure}")
         try:
             with self._failing:
-                self._spare.set_once("failed", told)
+                self._tell(self._spare, failure)
         except RankError as error:  # rank 0 is gone, which the others notice by themselves
             log.debug("the other ranks cannot be told: %s", error)
 
@@ -74,7 +88,7 @@ class RankWatch:
             try:
                 before = self._beats(self._spare)
                 if self._spare.arrives("failed", 3 * BEAT_S):
-                    return RankError(self._spare.get("failed").decode())
+                    return self._told(self._spare)
                 beats = self._beats(self._spare)
             except RankError as lost:
                 return lost
@@ -88,7 +102,7 @@ class RankWatch:
         return f"rank {rank} on {self._group.hosts[rank]}"
 
     def leave(self, store: RankStore, *, all_hear: bool) -> None:
-        """Stop to beat. Rank 0 waits until the others have left, unless a rank has failed.
+        """As `end`; rank 0 first waits until the others have left, unless a rank has failed.
 
         Args:
             store: a connection of the calling thread.
@@ -97,13 +111,20 @@ class RankWatch:
         try:
             if self._group.rank == 0:
                 self._leave_last(store, all_hear=all_hear)
-            self._over.set()
-            self._listener.join()
-            store.add(f"beat/{self._group.rank}", _LEFT)  # a failure, its own or another's, was told before
-        except RankError as error:  # the store is gone, and with it whoever waits for this rank
+        except RankError as error:
             log.debug("left alone: %s", error)
         finally:
-            self._over.set()
+            self.end()
+
+    def end(self) -> None:
+        """Stop to beat; the others do not miss this rank."""
+        self._over.set()
+        try:
+            self._listener.join()
+            with self._failing:  # a failure, its own or another's, was told before
+                self._spare.add(f"beat/{self._group.rank}", _LEFT)
+        except RankError as error:  # the store is gone, and with it whoever waits for this rank
+            log.debug("left alone: %s", error)
         if self.failure is None:
             self._news.close()
             self._spare.close()
@@ -135,9 +156,9 @@ class RankWatch:
                 heard = [then if then[0] == beat else (beat, now_s) for then, beat in zip(heard, beats, strict=True)]
                 lost = [rank for rank in ended if beats[rank] < _LEFT]
                 silent = [rank for rank, (beat, at_s) in enumerate(heard) if beat < _LEFT and now_s - at_s > SILENCE_S]
-                if lost or silent:
-                    why = "ended or was killed" if lost else f"has not answered for {SILENCE_S} s"
-                    self._news.set_once("failed", f"{self.name_of((lost or silent)[0])} {why}")  # if it told nothing
+                if lost or silent:  # and have told nothing
+                    ended_early = RankError(f"{self.name_of((lost or silent)[0])} ended or was killed")
+                    self._tell(self._news, ended_early if lost else self._silent(silent[0]))
                     self._hear()
                     return
         except RankError as error:
@@ -145,13 +166,27 @@ class RankWatch:
 
     def _hear(self) -> None:
         """Take the news of the rank that failed first, and let rank 0 know, which keeps it until all have heard."""
-        self._note(RankError(self._news.get("failed").decode()))
+        self._note(self._told(self._news))
         self._news.add(f"beat/{self._group.rank}", _LEFT)
 
-    def _gone(self, why: str) -> RankError:
-        failure = RankError(f"{self.name_of(0)} is gone, which all ranks need: {why}")
-        self._note(failure)
-        return failure
+    def _tell(self, store: RankStore, failure: RankError) -> None:
+        rank = failure.rank if isinstance(failure, SilentRankError) else None
+        store.set_once("failed", json.dumps([str(failure), rank]))
+
+    def _told(self, store: RankStore) -> RankError:
+        text, rank = json.loads(store.get("failed"))
+        return RankError(text) if rank is None else SilentRankError(text, rank)
+
+    def _silent(self, rank: int) -> SilentRankError:
+        why = f"has not answered for {SILENCE_S} s: it was stopped, or hangs"
+        return SilentRankError(f"{self.name_of(rank)} {why}", rank)
+
+    def _gone(self, why: str | None) -> RankError:
+        if self._store_failure is None:
+            text = f"{self.name_of(0)} is gone, which all ranks need: {why}"
+            self._store_failure = self._silent(0) if why is None else RankError(text)
+        self._note(self._store_failure)
+        return self._store_failure
 
     def _beats(self, store: RankStore) -> list[int]:
         return [store.add(f"beat/{rank}", 0) for rank in range(self._group.size)]
