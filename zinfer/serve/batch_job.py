@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from copy import deepcopy
@@ -10,7 +11,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import RowIndex, scan_input
@@ -27,6 +28,7 @@ from zinfer.serve.errors import ApiError, RequestFailed
 from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
 
+_OK: Final = 200
 _ROWS_READ: Final = 1024
 _MOST_UNDER_WAY: Final = 2048
 _LOOK_EVERY_S: Final = 0.2
@@ -49,17 +51,14 @@ class BatchJob:
     def __init__(self, service: Service, input: Path, output: Path, url: str, began: datetime) -> None:
         self._service, self._input, self._output, self._url, self._began = service, input, output, url, began
         self._states = bytearray()
+        self._counts = {"total": 0, "completed": 0, "failed": 0}
+        self._unwritten: deque[str] = deque()
         self._stop = threading.Event()
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows in all, completed and failed so far."""
-        states = self._states
-        return {
-            "total": len(states),
-            "completed": states.count(RowState.DONE),
-            "failed": states.count(RowState.FAILED),
-        }
+        """Rows in all, and those completed and failed that are on the disk."""
+        return dict(self._counts)
 
     def stop(self) -> None:
         """End `run` soon; rows that are under way are given up."""
@@ -86,10 +85,10 @@ class BatchJob:
             responses = OpenAIResponses(self._began, service.names[0], deepcopy(tokenizer))
             cutter = BatchCutter(reader, self._states, _ROWS_READ, only_missing=True)
             with (
-                closing(RowWriter(out, lambda number: None)) as writer,
+                closing(RowWriter(out, self._note_written)) as writer,
                 closing(prefetch_iter(cutter)) as batches,
             ):
-                records = Records(responses, writer.put, self._states)
+                records = Records(responses, partial(self._put, writer), self._states)
 
                 def prompts() -> Iterator[tuple[int, Prompt]]:
                     for batch in batches:
@@ -116,6 +115,17 @@ class BatchJob:
             self._states = bytearray(index.num_rows)
         else:
             self._states, _ = out.resume(index)
+        done, failed = (self._states.count(each) for each in (RowState.DONE, RowState.FAILED))
+        self._counts = {"total": index.num_rows, "completed": done, "failed": failed}
+
+    def _put(self, writer: RowWriter, row: Mapping[str, Any]) -> None:
+        self._unwritten.append("completed" if row["response"]["status_code"] == _OK else "failed")
+        writer.put(row)
+
+    def _note_written(self, number: int) -> None:
+        """Count rows that are on the disk now; called by the writer's thread."""
+        for _ in range(number):
+            self._counts[self._unwritten.popleft()] += 1
 
     def _check_lines(self, index: RowIndex) -> None:
         for line in index.lines():
