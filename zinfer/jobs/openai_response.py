@@ -72,6 +72,13 @@ def error_response(row_id: RowId, message: str, fault: Fault) -> dict[str, Any]:
     return _row(row_id, fault.status, {"error": error})
 
 
+def expired_row(row_id: RowId) -> dict[str, Any]:
+    """Return the row of a request that was not computed in time."""
+    message = "This request could not be executed before the completion window expired."
+    error = {"code": "batch_expired", "message": message}
+    return {"id": f"batch_req_{_hash(row_id)}", "custom_id": row_id, "response": None, "error": error}
+
+
 def read_response(record: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the `custom_id` of an output row, and whether it is an error row.
 

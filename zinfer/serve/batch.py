@@ -40,3 +40,9 @@ class Batch(BaseModel):
     def is_unfinished(self) -> bool:
         """Whether it waits, is computed or is about to end."""
         return self.status in UNFINISHED
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows are computed."""
+        counts = self.request_counts
+        return counts["total"] == counts["completed"] + counts["failed"] > 0

@@ -2,8 +2,16 @@
 
 import os
 import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Final
+
+from zinfer.jobs.index import scan_input
+from zinfer.jobs.openai_response import expired_row
+from zinfer.jobs.output import OutputFile
+from zinfer.jobs.records import encode_row
+from zinfer.jobs.rows import RowId, parse_line
 
 _DONE: Final = b'"response":{"status_code":200,'
 
@@ -18,26 +26,48 @@ def count_rows(rows: Path) -> dict[str, int]:
     return counts
 
 
-def divide(rows: Path) -> tuple[dict[str, Path], dict[str, int]]:
+def missing_rows(input: Path, rows: Path) -> list[RowId]:
+    """Return the ids of the rows of a batch's input that have no row of output.
+
+    Raises:
+        JobError: one of the files cannot be used.
+        OSError: the input cannot be read.
+    """
+    index = scan_input(input)
+    with closing(OutputFile(rows)) as out:
+        states, _ = out.resume(index)
+    missing = (parse_line(line) for line, state in zip(index.lines(), states, strict=True) if not state)
+    return [each.id for each in missing if each.is_openai]
+
+
+def divide(rows: Path, expired: Sequence[RowId]) -> tuple[dict[str, Path], dict[str, int]]:
     """Part the rows that have answers from those that have errors, and leave the file as it is.
 
     If all of them are of one kind there is no copy, which a full disk has no room for, but a hard link.
 
+    Args:
+        expired: ids of rows that have not been computed in time, which is their error.
+
     Returns:
         the files, "output" and "error", without empty ones; and the numbers of rows as `count_rows`.
     """
+    rows.touch()
     _drop_torn_line(rows)
     counts = count_rows(rows)
-    kinds = [kind for kind, name in (("output", "completed"), ("error", "failed")) if counts[name]]
+    has = {"output": counts["completed"] > 0, "error": counts["failed"] > 0 or bool(expired)}
+    kinds = [kind for kind, is_there in has.items() if is_there]
     parts = {kind: rows.with_suffix(f".{kind}") for kind in kinds}
     for part in parts.values():
         part.unlink(missing_ok=True)
-    if len(parts) == 1:
+    if len(parts) == 1 and not expired:
         _link(rows, *parts.values())
-    elif parts:
-        with rows.open("rb") as source, parts["output"].open("wb") as output, parts["error"].open("wb") as errors:
-            for line in source:
-                (output if _DONE in line else errors).write(line)
+        return parts, counts
+    with rows.open("rb") as source, ExitStack() as stack:
+        files = {kind: stack.enter_context(part.open("wb")) for kind, part in parts.items()}
+        for line in source:
+            files["output" if _DONE in line else "error"].write(line)
+        for row_id in expired:
+            files["error"].write(encode_row(expired_row(row_id)))
     return parts, counts
 
 

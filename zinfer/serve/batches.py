@@ -3,23 +3,26 @@
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from zinfer.errors import JobError
 from zinfer.jobs.request import UnusableInput, manifest_path
+from zinfer.jobs.rows import RowId
 from zinfer.nvme.whole_file import replace_file
 from zinfer.serve.batch import URLS, Batch
 from zinfer.serve.batch_job import BatchJob
-from zinfer.serve.batch_rows import divide
+from zinfer.serve.batch_rows import count_rows, divide, missing_rows
 from zinfer.serve.caller import CALLER, may_see
 from zinfer.serve.errors import ApiError
 from zinfer.serve.file_store import FileStore, json_with_owner, ordered_name
 from zinfer.serve.service import Service
 
 _WINDOW_S: Final = 24 * 3600
+_LOOK_EVERY_S: Final = 0.2
 log = logging.getLogger("zinfer.serve")
 
 
@@ -37,20 +40,27 @@ class Batches:
         self._batches = {each.id: each for each in sorted(found, key=lambda each: each.id)}
         self._job: tuple[str, BatchJob] | None = None
         self._has_more = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
+        self._busy: set[str] = set()
+        self._counted = ""
+        self._tasks: list[asyncio.Task[None]] = []
+        for batch in self._batches.values():
+            if batch.is_unfinished and self._rows(batch).exists():
+                counts = count_rows(self._rows(batch))
+                total = max(batch.request_counts["total"], sum(counts.values()))
+                batch.request_counts = {"total": total, **counts}
 
     def start(self) -> None:
         """Begin, or go on with what an earlier server left."""
-        self._running = asyncio.create_task(self._run())
+        self._tasks = [asyncio.create_task(each) for each in (self._run(), self._look_after_others())]
 
     async def close(self) -> None:
         """Stop computing; the next server goes on."""
         if self._job is not None:
             self._job[1].stop()
-        if self._running is not None:
-            self._running.cancel()
+        for task in self._tasks:
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._running
+                await task
 
     def create(self, input_file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None) -> Batch:
         """Begin a batch. Raises ApiError if there is no such file or endpoint."""
@@ -109,42 +119,57 @@ class Batches:
         return sum(each.is_unfinished for each in self._batches.values()), counts
 
     async def _run(self) -> None:
-        for batch in [each for each in self._batches.values() if not each.is_unfinished]:
-            with suppress(OSError):  # what an earlier server had no room for
-                await self._hand_out(batch)
         while True:
-            waiting = [each for each in self._batches.values() if each.is_unfinished]
+            waiting = [each for each in self._batches.values() if each.is_unfinished and each.id not in self._busy]
             if waiting:
-                await self._compute(waiting[0])
+                await self._end(waiting[0], self._compute(waiting[0]))
                 continue
             self._has_more.clear()
             await self._has_more.wait()
 
-    async def _compute(self, batch: Batch) -> None:
-        """Compute a batch until it ends in one way or another."""
-        rows = self._rows(batch)
+    async def _look_after_others(self) -> None:
+        """End batches that wait once they are cancelled or out of time, and keep the counts of the one under way."""
+        for batch in [each for each in self._batches.values() if not each.is_unfinished and self._rows(each).exists()]:
+            await self._end(batch, self._finish(batch, batch.status))  # an earlier server had no room for them
+        while True:
+            for batch in list(self._batches.values()):
+                if batch.is_unfinished and batch.id not in self._busy:
+                    if batch.status == "cancelling":
+                        await self._end(batch, self._finish(batch, "cancelled"))
+                    elif batch.status != "finalizing" and time.time() > batch.expires_at:
+                        await self._end(batch, self._finish(batch, "expired"))
+            if self._job is not None and self._job[1].counts["total"] and self._counted != self._job[0]:
+                self._counted = self._job[0]
+                with suppress(OSError):
+                    self._keep(self.get(self._counted))  # so that they do not fall if the server is killed
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _end(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
+        """Do work that ends a batch in one way or another."""
+        self._busy.add(batch.id)
         try:
-            if batch.status in ("validating", "in_progress"):
-                began = datetime.fromtimestamp(batch.created_at).astimezone()
-                job = BatchJob(self._service, self._input(batch), rows, batch.endpoint, began)
-                self._job = batch.id, job
-                self._set(batch, "in_progress")
-                await self._run_until(job, batch.expires_at)
-            if batch.status == "in_progress":
-                is_whole = (
-                    sum(batch.request_counts[each] for each in ("completed", "failed"))
-                    == (batch.request_counts["total"])
-                )
-                self._set(batch, "finalizing" if is_whole else "expired")
-            await self._hand_out(batch)
-            if batch.status != "expired":
-                self._set(batch, "cancelled" if batch.status == "cancelling" else "completed")
+            await work
         except Exception as error:  # the batch tells it, and the next one begins
             is_known = isinstance(error, UnusableInput | JobError | ApiError | OSError)
             log.warning("batch %s failed: %s", batch.id, error, exc_info=None if is_known else error)
             await self._fail(batch, error)
         finally:
-            self._job = None
+            self._job = None if self._job is not None and self._job[0] == batch.id else self._job
+            self._busy.discard(batch.id)
+
+    async def _compute(self, batch: Batch) -> None:
+        if batch.status in ("validating", "in_progress"):
+            began = datetime.fromtimestamp(batch.created_at).astimezone()
+            job = BatchJob(self._service, self._input(batch), self._rows(batch), batch.endpoint, began)
+            self._job = batch.id, job
+            self._set(batch, "in_progress")
+            await self._run_until(job, batch.expires_at)
+        if batch.status == "cancelling":
+            await self._finish(batch, "cancelled")
+            return
+        if batch.status == "in_progress":
+            self._set(batch, "finalizing")
+        await self._finish(batch, "completed" if batch.is_whole else "expired")
 
     def _rows(self, batch: Batch) -> Path:
         return self._folder / "rows" / f"{batch.id}.jsonl"
@@ -162,13 +187,12 @@ class Batches:
         problem = {"code": "invalid_batch", "message": self._told(error), "param": None, "line": line}
         batch.errors = {"object": "list", "data": [problem]}
         try:
-            await self._hand_out(batch)
+            await self._finish(batch, "failed")
+            return
         except OSError as again:  # the disk is full, for instance
             log.warning("batch %s: its rows stay in %s until the next start: %s", batch.id, self._rows(batch), again)
-        try:
+        with suppress(OSError):  # else the next server goes on with it
             self._set(batch, "failed")
-        except OSError as again:
-            log.warning("batch %s goes on with the next start: %s", batch.id, again)
 
     def _told(self, error: Exception) -> str:
         """Return the message of an error for clients: files have their names there, and not the server's folders."""
@@ -194,20 +218,29 @@ class Batches:
             assert self._job is not None
             self.get(self._job[0])
 
-    async def _hand_out(self, batch: Batch) -> None:
-        """Make the output's and the errors' files of the rows, and count these."""
+    async def _finish(self, batch: Batch, status: str) -> None:
+        """End a batch: make the output's and the errors' files of its rows, and count these."""
         rows = self._rows(batch)
-        if not rows.exists():
-            return
-        parts, counts = await asyncio.to_thread(divide, rows)
-        for kind, part in parts.items():
-            name = f"file-{batch.id.removeprefix('batch_')}-{kind}"  # the same if this is done again
-            self._files.adopt(part, name, f"{batch.id}_{kind}.jsonl", "batch_output", batch.owner)
-            setattr(batch, f"{kind}_file_id", name)
-        batch.request_counts = {"total": max(batch.request_counts["total"], sum(counts.values())), **counts}
-        self._keep(batch)
-        rows.unlink()
+        has_files = not batch.is_unfinished and (batch.output_file_id or batch.error_file_id) is not None
+        expired = await self._expired(batch) if status == "expired" and not has_files else []
+        if not has_files and (expired or rows.exists()):
+            parts, counts = await asyncio.to_thread(divide, rows, expired)
+            for kind, part in parts.items():
+                name = f"file-{batch.id.removeprefix('batch_')}-{kind}"  # the same if this is done again
+                self._files.adopt(part, name, f"{batch.id}_{kind}.jsonl", "batch_output", batch.owner)
+                setattr(batch, f"{kind}_file_id", name)
+            total = max(batch.request_counts["total"], sum(counts.values()) + len(expired))
+            batch.request_counts = {"total": total, **counts}
+        self._set(batch, status)
+        rows.unlink(missing_ok=True)
         manifest_path(rows).unlink(missing_ok=True)
+
+    async def _expired(self, batch: Batch) -> Sequence[RowId]:
+        try:
+            return await asyncio.to_thread(missing_rows, self._input(batch), self._rows(batch))
+        except (JobError, OSError) as error:  # it was no batch; nobody has looked before
+            log.warning("batch %s: its rows cannot be told: %s", batch.id, error)
+            return []
 
     def _set(self, batch: Batch, status: str) -> None:
         batch.status = status
