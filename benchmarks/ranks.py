@@ -13,7 +13,8 @@ job has more than a shorter one, without the first passes. ``host_over_model`` i
 the weights.
 ``link-bound``: the KV cache bounds the batch, so twice the GPUs are twice the links and twice the batch.
 ``compute-bound``: as many rows as one GPU computes at its full rate. ``gather``: seconds of a pass of 2,048 tokens a
-rank in INT4, gathered from partitioned host memory, over those with the weights whole on each GPU.
+rank in INT4, gathered from partitioned host memory, over those with the weights whole on each GPU;
+``gather-on-devices``: likewise from memory of the GPUs.
 ``tensor``: one row, decoded by layers that are divided, over one GPU. ``opt-175b`` and ``llama-405b``: the
 whole models, on all GPUs and, of the second, on one. ``over_one`` is tokens per second of all ranks over those of one.
 
@@ -61,12 +62,15 @@ class Job:
 
 
 _GATHERED: Final = Job("opt-30b:12", 1024, 512, 1, weights="int4", options={"tokens_per_pass": 2048})
+# Too little for whole layers on each GPU.
+_ON_DEVICES: Final = replace(_GATHERED, homes="none", options={"tokens_per_pass": 2048, "max_weight_memory": "3.35GB"})
 CASES: Final = {
     "links": Job("opt-30b:12", 16, 32, 96),
     # Eight batches of what one GPU's cache holds: with fewer, a part of a batch more or less would decide.
     "link-bound": Job("opt-30b:12", 432, 128, 32, options={"kv_cache_memory": "3.6GB"}),
     "compute-bound": Job("opt-30b:12", 1024, 512, 32),
     "gather": _GATHERED,
+    "gather-on-devices": _ON_DEVICES,
     "tensor": Job("llama-3-70b:60", 1, 64, 768, weights="int8", mode="tensor", homes="none"),  # fits one of 80 GB
     "opt-175b": Job("opt-175b", 384, 512, 32, homes=None),
     "llama-405b": Job("llama-3.1-405b", 512, 512, 32, weights="int4", homes=None),
@@ -116,7 +120,8 @@ class Runs:
         homes = {} if job.homes is None else {"zero_optimization": {"offload_param": {"device": job.homes}}}
         parallel = {"parallel": {job.mode: num_ranks}} if num_ranks > 1 else {}
         config = self._folder / "config.json"
-        config.write_text(json.dumps({**homes, "zinfer": {**job.options, **parallel}}))
+        sizes = {"max_weight_memory": "26MB"} if self._is_small and "max_weight_memory" in job.options else {}
+        config.write_text(json.dumps({**homes, "zinfer": {**job.options, **sizes, **parallel}}))
         words = ["bench", "--model", str(self._model(job.model)), "--weights", job.weights, "--config", str(config)]
         rows = min(job.rows, 8) if self._is_small else job.rows
         words += ["--rows", str(rows), "--prompt-len", str(job.prompt_len), "--new-tokens", str(job.new_tokens)]
@@ -158,7 +163,7 @@ def measure(case: str, runs: Runs, rates: Mapping[str, Any]) -> dict[str, dict[s
         figures["link_share"] = _streamed_bytes(found) / found["seconds"] / rates["to_device_bytes_per_s"]
         figures["link_share_of_decodes"] = more_bytes / more_s / rates["to_device_bytes_per_s"]
         figures["host_over_model"] = found["host_bytes"] / sum(found["bytes_by_home"].values())
-    if case == "gather":
+    if case.startswith("gather"):
         whole = runs.together(_WHOLE)
         others = {"whole weights": _shown(whole)}
         figures["gathered_over_whole"] = _pass_s(found) / _pass_s(whole)
