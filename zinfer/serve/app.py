@@ -75,8 +75,8 @@ def make_app(
         app.include_router(file_routes(files, batches))
         app.include_router(batch_routes(batches))
     handle_errors(app)
-    if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Guard, keys=keys, most_body_bytes=most_body_bytes, most_file_bytes=most_file_bytes)
+    if origins:  # around the guard: a browser asks first without the key, and shows no refusal without the headers
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Lingering)
     return app

@@ -1,0 +1,46 @@
+"""A server's HTTP application without a model: what is answered before anything is computed."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+from fastapi import FastAPI
+
+from zinfer.serve.app import make_app
+from zinfer.serve.replica import Replica
+from zinfer.serve.service import Service, ServiceLimits
+
+ORIGIN = "http://o.example"
+
+
+def app_in(folder: Path, *, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> FastAPI:
+    """An application with files and batches, whose replica is never started."""
+    service = Service([Replica(0, ["false"], folder)], None, ["model"], ServiceLimits())
+    return make_app(service, keys=keys, origins=origins, root_path="", folder=folder / "kept")
+
+
+def ask(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+    async def answered() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+            return await http.request(method, path, **options)
+
+    return asyncio.run(answered())
+
+
+def test_browsers_of_an_allowed_origin_may_use_keys(tmp_path: Path) -> None:
+    """They ask before they send the key, and show a refusal to nobody unless it names their origin."""
+    app = app_in(tmp_path, keys=["k1"], origins=[ORIGIN])
+    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    asked = ask(app, "OPTIONS", "/v1/chat/completions", headers={"Origin": ORIGIN, **wanted})
+    assert asked.status_code == 200
+    assert asked.headers["access-control-allow-origin"] == ORIGIN
+    assert "authorization" in asked.headers["access-control-allow-headers"].lower()
+    refused = ask(app, "GET", "/v1/models", headers={"Origin": ORIGIN})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)
+    given = ask(app, "GET", "/v1/models", headers={"Origin": ORIGIN, "Authorization": "Bearer k1"})
+    assert (given.status_code, given.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    other = ask(app, "OPTIONS", "/v1/chat/completions", headers={"Origin": "http://other.example", **wanted})
+    assert other.status_code == 400
+    assert "access-control-allow-origin" not in other.headers
