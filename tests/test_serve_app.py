@@ -1,14 +1,17 @@
 """A server's HTTP application without a model: what is answered before anything is computed."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-from fastapi import FastAPI
+import pytest
+from fastapi import FastAPI, Request
 
 from zinfer.serve.app import make_app
+from zinfer.serve.disconnect import event_stream
+from zinfer.serve.errors import ClientGone
 from zinfer.serve.replica import Replica
 from zinfer.serve.service import Service, ServiceLimits
 
@@ -44,3 +47,23 @@ def test_browsers_of_an_allowed_origin_may_use_keys(tmp_path: Path) -> None:
     other = ask(app, "OPTIONS", "/v1/chat/completions", headers={"Origin": "http://other.example", **wanted})
     assert other.status_code == 400
     assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_client_that_leaves_before_the_first_event_ends_the_work() -> None:
+    has_ended = False
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        nonlocal has_ended
+        try:
+            await asyncio.Event().wait()
+            yield b""
+        finally:
+            has_ended = True
+
+    async def leave() -> dict[str, str]:
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientGone):
+        asyncio.run(event_stream(Request({"type": "http"}, leave), events()))
+    assert has_ended

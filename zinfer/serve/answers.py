@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -93,24 +93,28 @@ class Call:
         return {**choice, "index": index}
 
     async def _choices(self) -> AsyncGenerator[tuple[dict[str, Any] | None, int], None]:
-        """Yield the choices of chunks, each with the number of its new tokens; None: their text is held back."""
-        first_index, begins, waiting = 0, defaultdict[int, int](int), dict[int, Echo]()
+        """Yield the choices of chunks, each with the number of its new tokens; None: their text is held back.
+
+        The first come with the engine's first answer: until then it may refuse the request.
+        """
         tools = None if self.open_parser is None else ToolChunks(self.open_parser)
+        begins, waiting, firsts = defaultdict[int, int](int), dict[int, Echo](), list[dict[str, Any]]()
         streams: list[AsyncGenerator[tuple[int, Encoded, CompletionDelta], None]] = []
-        for encoded, echo in zip(self.several, self.echoes, strict=True):
+        for first_index, encoded, echo in self._numbered_prompts():
             for index in range(first_index, first_index + encoded.params.n):
                 if self.is_chat:
-                    yield _first_of_chat(index), 0
+                    firsts.append(_first_of_chat(index))
                 elif echo is not None:
                     begins[index] = len(echo.text)
                     if encoded.params.prompt_logprobs is None:
-                        yield {**self.service.choices.echo(echo, None), "index": index}, 0
+                        firsts.append({**self.service.choices.echo(echo, None), "index": index})
                     else:
                         waiting[index] = echo
             streams.append(self._numbered(encoded, first_index))
-            first_index += encoded.params.n
         async with aclosing(_merged(streams)) as merged:
             async for index, encoded, delta in merged:
+                while firsts:
+                    yield firsts.pop(0), 0
                 if (own := waiting.pop(index, None)) is not None:
                     scores = None if encoded.params.logprobs is None else delta.prompt_logprobs
                     yield {**self.service.choices.echo(own, scores), "index": index}, 0
@@ -131,6 +135,13 @@ class Call:
                     num_tokens = 0
                 if num_tokens:
                     yield None, num_tokens
+
+    def _numbered_prompts(self) -> Iterator[tuple[int, Encoded, Echo | None]]:
+        """Yield each prompt and its echo, with the index of its first choice."""
+        first_index = 0
+        for encoded, echo in zip(self.several, self.echoes, strict=True):
+            yield first_index, encoded, echo
+            first_index += encoded.params.n
 
     async def _numbered(
         self, encoded: Encoded, first_index: int

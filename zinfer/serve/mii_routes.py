@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.sse import format_sse_event
 
 from zinfer.requests.mii_params import MIIParams
 from zinfer.serve.body import described, read_record
-from zinfer.serve.disconnect import unless_disconnected
+from zinfer.serve.disconnect import event_stream, unless_disconnected
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
@@ -37,16 +37,7 @@ def mii_routes(service: Service) -> APIRouter:
             return JSONResponse(await unless_disconnected(request, _whole(service, prompts, several, params)))
         if len(prompts) != 1:
             raise ApiError(400, f"stream takes one prompt, not {len(prompts)}", param="prompts")
-        parts = _parts(service, several[0])
-        first = await anext(parts)
-
-        async def stream() -> AsyncGenerator[bytes, None]:
-            async with aclosing(parts):
-                yield first
-                async for part in parts:
-                    yield part
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
+        return await event_stream(request, _parts(service, several[0]))
 
     @router.post("/generate", openapi_extra=described(MIIParams, prompt={"type": "string"}))
     async def one(request: Request) -> Response:

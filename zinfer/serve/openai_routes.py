@@ -1,17 +1,16 @@
 """OpenAI's routes that complete prompts, and its list of models."""
 
-from contextlib import aclosing
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from zinfer.requests.openai_body import Body, ChatBody, CompletionBody
 from zinfer.requests.openai_choice import Echo
 from zinfer.requests.prompt_encoder import PromptLike, template_variables
 from zinfer.serve.answers import Call
 from zinfer.serve.body import described, read_model
-from zinfer.serve.disconnect import unless_disconnected
+from zinfer.serve.disconnect import event_stream, unless_disconnected
 from zinfer.serve.errors import ApiError
 from zinfer.serve.service import Service
 
@@ -73,16 +72,7 @@ async def _completion_call(service: Service, body: CompletionBody, name: str) ->
 async def _answer(request: Request, body: Body, call: Call) -> Response:
     if not body.stream:
         return JSONResponse(await unless_disconnected(request, call.whole()))
-    events = call.events()
-    first = await anext(events)  # what can be refused is, with its status
-
-    async def stream() -> Any:
-        async with aclosing(events):
-            yield first
-            async for event in events:
-                yield event
-
-    return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return await event_stream(request, call.events(), **{"Cache-Control": "no-cache"})
 
 
 def _messages(body: ChatBody) -> PromptLike:
