@@ -67,3 +67,53 @@ def test_a_client_that_leaves_before_the_first_event_ends_the_work() -> None:
     with pytest.raises(ClientGone):
         asyncio.run(event_stream(Request({"type": "http"}, leave), events()))
     assert has_ended
+
+
+TEXT = {"file": ("a.jsonl", b"{}")}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "words", "field"),
+    [
+        ("GET", "/v1/files?limit=abc", {}, "limit must be a valid integer", "limit"),
+        ("GET", "/v1/files?limit=0", {}, "limit must be greater than or equal to 1, not '0'", "limit"),
+        ("GET", "/v1/files?order=up", {}, "order must be 'asc' or 'desc', not 'up'", "order"),
+        ("GET", "/v1/batches?limit=101", {}, "limit must be less than or equal to 100, not '101'", "limit"),
+        ("GET", "/v1/batches?before=x", {}, "unknown field 'before'", "before"),
+        ("POST", "/v1/files", {"data": {"purpose": "batch"}}, "file is missing", "file"),
+        ("POST", "/v1/files", {"files": TEXT}, "purpose is missing", "purpose"),
+        ("POST", "/v1/files", {"data": {"purpose": "batch", "file": "a"}}, "file must be an uploaded file", "file"),
+        (
+            "POST",
+            "/v1/files",
+            {"data": {"purpose": "batch", "expires_after[seconds]": "3600"}, "files": TEXT},
+            "expires_after is not supported; leave it out",
+            "expires_after",
+        ),
+    ],
+)
+def test_wrong_parameters_are_named_in_openais_form(
+    tmp_path: Path, method: str, path: str, options: dict[str, Any], words: str, field: str
+) -> None:
+    app = app_in(tmp_path)
+    answer = ask(app, method, path, **options)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", field)
+    assert error["message"].startswith(words)
+    assert ask(app, "GET", "/v1/files").json()["data"] == []
+    assert "422" not in ask(app, "GET", "/openapi.json").text
+
+
+def test_files_are_listed_in_the_order_that_is_asked_for(tmp_path: Path) -> None:
+    app = app_in(tmp_path)
+    ids = [
+        ask(app, "POST", "/v1/files", data={"purpose": "batch"}, files={"file": (f"{number}", b"{}")}).json()["id"]
+        for number in range(3)
+    ]
+
+    def listed(query: str) -> list[str]:
+        return [each["id"] for each in ask(app, "GET", f"/v1/files{query}").json()["data"]]
+
+    assert listed("") == listed("?order=desc") == ids[::-1]
+    assert listed("?order=asc") == ids
+    assert listed(f"?order=asc&limit=1&after={ids[0]}") == [ids[1]]

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -60,7 +60,8 @@ def make_app(
             await batches.close()
         await service.close()
 
-    app = FastAPI(title="zinfer", version=__version__, lifespan=lifespan, root_path=root_path)
+    told: dict[int | str, dict[str, Any]] = {"4XX": {"description": "An error in the form of OpenAI's"}}
+    app = FastAPI(title="zinfer", version=__version__, lifespan=lifespan, root_path=root_path, responses=told)
     app.include_router(openai_routes(service))
     app.include_router(operation_routes(service))
     app.include_router(mii_routes(service))

@@ -1,7 +1,7 @@
 """OpenAI's routes for files and batches."""
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from fastapi import APIRouter, Form, Query, Request, UploadFile
 from fastapi.responses import FileResponse
@@ -27,23 +27,38 @@ class _BatchBody(BaseModel):
     metadata: Annotated[dict[str, str] | None, Field(max_length=16)] = None
 
 
+class _Listed(BaseModel):
+    """What a list of batches may be asked for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+
+
+class _ListedFiles(_Listed):
+    limit: Annotated[int, Field(ge=1, le=_MOST_LISTED)] = _MOST_LISTED
+    purpose: str | None = None
+
+
 def file_routes(files: FileStore, batches: Batches) -> APIRouter:
     """Return the routes of files; those that a batch reads cannot be deleted."""
     router = APIRouter(prefix="/v1/files")
 
     @router.post("")
-    async def upload(file: UploadFile, purpose: Annotated[str, Form()]) -> StoredFile:
+    async def upload(request: Request, file: UploadFile, purpose: Annotated[str, Form()]) -> StoredFile:
+        for name in await request.form():
+            if (field := name.partition("[")[0]) not in ("file", "purpose"):  # expires_after[seconds] is a part of one
+                remedy = "leave it out; a file stays until it is deleted"
+                raise ApiError(400, f"{field:.60} is not supported; {remedy}", param=field)
         if purpose != "batch":
             raise ApiError(400, f"purpose must be 'batch', not {purpose!r:.60}", param="purpose")
         return await files.add(_chunks(file), (file.filename or "file")[:256], purpose)
 
     @router.get("")
-    def listed(
-        purpose: str | None = None,
-        after: str | None = None,
-        limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = _MOST_LISTED,
-    ) -> dict[str, Any]:
-        return _page(files.list(lambda file: purpose in (None, file.purpose)), after, limit)
+    def listed(asked: Annotated[_ListedFiles, Query()]) -> dict[str, Any]:
+        return _page(files.list(lambda file: asked.purpose in (None, file.purpose)), asked)
 
     @router.get("/{name}")
     def retrieve(name: str) -> StoredFile:
@@ -73,8 +88,8 @@ def batch_routes(batches: Batches) -> APIRouter:
         return batches.create(body.input_file_id, body.endpoint, body.completion_window, body.metadata)
 
     @router.get("")
-    async def listed(after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> dict[str, Any]:
-        return _page(batches.list(), after, limit)
+    async def listed(asked: Annotated[_Listed, Query()]) -> dict[str, Any]:
+        return _page(batches.list(), asked)
 
     @router.get("/{name}")
     async def retrieve(name: str) -> Batch:
@@ -92,14 +107,16 @@ async def _chunks(file: UploadFile) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def _page(several: Sequence[_Kept], after: str | None, limit: int) -> dict[str, Any]:
-    """Return the part of a list that begins after the one of this id."""
+def _page(several: Sequence[_Kept], asked: _Listed) -> dict[str, Any]:
+    """Return the part of a list, given with the newest first, that is asked for."""
+    ordered = several if asked.order == "desc" else several[::-1]
     begin = 0
-    if after is not None:
-        place = next((place for place, each in enumerate(several) if each.id == after), None)
+    if asked.after is not None:
+        place = next((place for place, each in enumerate(ordered) if each.id == asked.after), None)
         if place is None:
-            raise ApiError(400, f"after: there is none with the id {after!r:.100}", param="after")
+            raise ApiError(400, f"after: there is none with the id {asked.after!r:.100}", param="after")
         begin = place + 1
-    shown = several[begin : begin + limit]
+    end = begin + asked.limit
+    shown = ordered[begin:end]
     ids = {"first_id": shown[0].id if shown else None, "last_id": shown[-1].id if shown else None}
-    return {"object": "list", "data": list(shown), **ids, "has_more": begin + limit < len(several)}
+    return {"object": "list", "data": list(shown), **ids, "has_more": end < len(ordered)}

@@ -3,12 +3,14 @@
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from zinfer.errors import ConfigError
 from zinfer.requests.client_names import FieldError
+from zinfer.requests.field_errors import short
 
 _CLIENT_GONE: Final = 499  # in the log; nobody reads it
 _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -81,6 +83,11 @@ def handle_errors(app: FastAPI) -> None:
         told = ApiError(error.status_code, str(error.detail))
         return JSONResponse(told.body, told.status, headers=error.headers)
 
+    async def answer_invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        told = _of_parameter(error)
+        return JSONResponse(told.body, told.status)
+
     async def close(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_GONE)
 
@@ -89,6 +96,25 @@ def handle_errors(app: FastAPI) -> None:
     for kind in (ApiError, ConfigError, ReplicaGone, RequestFailed):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(HTTPException, answer_http)
+    app.add_exception_handler(RequestValidationError, answer_invalid)
+
+
+def _of_parameter(error: RequestValidationError) -> ApiError:
+    """Return what a client is told of the first wrong parameter in a path, a query or a form."""
+    problem = error.errors()[0]
+    name = ".".join(map(str, problem["loc"][1:])) or "the body"
+    match problem["type"]:
+        case "missing":
+            message = f"{name:.60} is missing"
+        case "extra_forbidden":
+            message = f"unknown field {name!r:.60}"
+        case "value_error":  # what pydantic has no word for: a file
+            message = f"{name:.60} must be an uploaded file, with a filename"
+        case _:
+            message = (
+                f"{name:.60} must be {problem['msg'].removeprefix('Input should be ')}, not {short(problem['input'])}"
+            )
+    return ApiError(400, message, param=name)
 
 
 def _kind(status: int) -> str:
