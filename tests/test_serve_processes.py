@@ -1,8 +1,10 @@
 """Processes of a server: killed replicas, ranks, the end by a signal, TLS, settings that do not work."""
 
+import json
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import threading
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import openai
@@ -131,6 +134,51 @@ def test_sigterm_lets_requests_end_and_leaves_nothing(server: Server) -> None:
     assert text == whole
     assert server.process.wait(timeout=60) == 0
     assert not any(Path(f"/proc/{each}").exists() for each in replicas)
+
+
+def test_requests_that_outlast_the_drain_are_told_so(model: Path, tmp_path: Path) -> None:
+    """The replica stands still meanwhile, so that none of them ends by itself; one has not arrived as a whole."""
+    how: dict[str, Any] = {"warms_others": False, "key": None}
+    with ThreadPoolExecutor(9) as threads, serving(model, tmp_path, "--drain", "1", **how) as server:
+        said, url = threads.submit(server.process.stderr.read), urlsplit(server.url)
+        with server.http() as http, socket.create_connection((url.hostname, url.port), timeout=60) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\n{")
+            answers, events = cut_short_by_the_end(server, http, threads)
+            slow_answer = slow.recv(1000)
+        assert server.process.wait(timeout=60) == 0
+    for answer in answers:
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["message"].startswith("the server is ending")
+    assert "choices" in events[0]
+    assert events[-1]["error"]["type"] == "server_error"
+    assert slow_answer.startswith(b"HTTP/1.1 503")
+    assert "Traceback" not in said.result()
+
+
+def cut_short_by_the_end(
+    server: Server, http: httpx.Client, threads: ThreadPoolExecutor
+) -> tuple[list[httpx.Response], list[Any]]:
+    """End a server whose replica stands still: seven answers, and the events of a stream that had begun."""
+    body = {"prompt": "ab", "max_tokens": 120, "ignore_eos": True}
+    streamed, (victim,) = {**body, "stream": True}, server.replica_ids()
+    for _ in range(8):  # the stream may end before the replica is stopped
+        try:
+            with http.stream("POST", "/v1/completions", json=streamed) as stream:
+                lines = stream.iter_lines()
+                first = next(lines)
+                os.kill(victim, signal.SIGSTOP)
+                time.sleep(0.5)  # what it had sent before
+                if not server.load()["sequences_under_way"]:
+                    continue
+                calls = [threads.submit(http.post, "/v1/completions", json=each) for each in [*[body] * 6, streamed]]
+                while server.load()["sequences_under_way"] != 8:
+                    time.sleep(0.05)
+                server.process.send_signal(signal.SIGTERM)
+                answers = [each.result() for each in calls]
+                return answers, [json.loads(each.removeprefix("data: ")) for each in (first, *lines) if each]
+        finally:
+            os.kill(victim, signal.SIGCONT)
+    raise AssertionError("the stream ended each time")
 
 
 @pytest.mark.slow

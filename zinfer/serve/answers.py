@@ -72,14 +72,14 @@ class Call:
                         num_new += num_tokens
                         if choice is not None:
                             has_begun = True
-                            yield _event({**frame, "choices": [choice]})
+                            yield event({**frame, "choices": [choice]})
         except Exception as error:
             if not has_begun:
                 raise
-            yield _event(ApiError.of(error).body)
+            yield event(ApiError.of(error).body)
             return
         if self.includes_usage:
-            yield _event({**frame, "choices": [], "usage": self._usage(num_new)})
+            yield event({**frame, "choices": [], "usage": self._usage(num_new)})
         yield format_sse_event(data_str="[DONE]")
 
     def _whole_choice(self, encoded: Encoded, echo: Echo | None, completion: Completion, index: int) -> dict[str, Any]:
@@ -166,7 +166,8 @@ def _first_of_chat(index: int) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _event(data: dict[str, Any]) -> bytes:
+def event(data: dict[str, Any]) -> bytes:
+    """Return an object as an event of a stream."""
     return format_sse_event(data_str=json.dumps(data, ensure_ascii=False))
 
 

@@ -12,6 +12,7 @@ from zinfer import __version__
 from zinfer.serve.batch_routes import batch_routes, file_routes
 from zinfer.serve.batches import Batches
 from zinfer.serve.embedding_routes import embedding_routes
+from zinfer.serve.ending import Ending
 from zinfer.serve.errors import handle_errors
 from zinfer.serve.file_store import FileStore
 from zinfer.serve.guard import Guard
@@ -76,6 +77,7 @@ def make_app(
         app.include_router(file_routes(files, batches))
         app.include_router(batch_routes(batches))
     handle_errors(app)
+    app.add_middleware(Ending)
     app.add_middleware(Guard, keys=keys, most_body_bytes=most_body_bytes, most_file_bytes=most_file_bytes)
     if origins:  # around the guard: a browser asks first without the key, and shows no refusal without the headers
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])

@@ -14,7 +14,7 @@ class Lingering:
     """ASGI middleware: an answer that comes before the end of its request's body ends when the body does.
 
     Its bytes are sent at once. A connection that is closed while the client still sends is reset, and many clients
-    then never see the answer. After 30 s the answer ends nevertheless.
+    then never see the answer. After 30 s, or when the server ends, the answer ends nevertheless.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -41,7 +41,7 @@ class Lingering:
                 await send(message)
                 return
             await send({**message, "more_body": True})
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, asyncio.CancelledError):
                 async with asyncio.timeout(_LINGER_S):
                     while has_more:
                         await receive_noting()
