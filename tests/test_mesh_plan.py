@@ -305,9 +305,11 @@ def test_the_command_lists_and_chooses(tmp_path: Path) -> None:
         zinfer_plan("--model", folder, "--ranks", "4", "--parallel", "replicas=1,zero=4", "--json").stdout
     )
     assert stated["parallel"] == {"zero": 4}
+    assert [each["parallel"] for each in stated["meshes"]] == [{"zero": 4}], "what is stated is not compared"
     assert stated["request"]["batch_size"] == 4
     text = zinfer_plan("--model", folder, "--ranks", "4").stdout
     assert "DeepSpeed's mp_size: 1" in text
+    assert 'is not chosen unless stated, {"zinfer": {"parallel": {' in text
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def plan(
     ] = 1,
     nodes: Annotated[int, typer.Option(min=1, help="Machines, all alike, that the ranks are on.")] = 1,
     parallel: Annotated[
-        str, typer.Option(help="How the ranks share the job, such as 'replicas=2,zero=4'; auto: the fastest way.")
+        str,
+        typer.Option(help="How the ranks share the job, such as 'replicas=2,zero=4'; auto: as a job would choose."),
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
 ) -> None:

@@ -67,7 +67,7 @@ class Arranged:
         together = f"all together: {speed(self.num_groups * tokens_per_s)}"
         return [
             f"the table is for one of {mesh.size} ranks; {together} ({mesh})",
-            *mesh_lines(self.alone, self.several, self.num_hosts),
+            *mesh_lines(self.alone, self.several, self.num_hosts, mesh),
         ]
 
     def document(self, tokens_per_s: float) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
         planner = batch_planner(work) if isinstance(work, Request) else job_planner(work, is_rough=True)
         yielding = expert_meshes_of, pipeline_meshes_of
         more = [mesh for each in yielding for mesh in each(case, num_ranks, num_hosts)]
-        meshes = [*meshes_of(num_ranks, num_hosts), *more]
+        meshes = [mesh] if any(stated.values()) else [*meshes_of(num_ranks, num_hosts), *more]
         with Console(stderr=True).status(f"comparing {len(meshes)} ways to arrange {num_ranks} ranks"):  # if a terminal
             several = plan_meshes(case, meshes, num_hosts, planner)
         if not any(stated.values()):

@@ -1,5 +1,6 @@
 """Compare the ways to arrange ranks: each mesh is planned and predicted by the same arithmetic as one process. Pure."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -181,11 +182,17 @@ def mesh_table(found: Sequence[MeshPlan]) -> Table:
     return table
 
 
-def mesh_lines(case: Case, found: Sequence[MeshPlan], num_hosts: int) -> list[str]:
-    """Return what the table leaves unsaid."""
+def mesh_lines(case: Case, found: Sequence[MeshPlan], num_hosts: int, chosen: Mesh) -> list[str]:
+    """Return what the table leaves unsaid; ``chosen`` is the mesh of the plan."""
     outline, memory = case.outline, case.machine.usable_bytes
     sizes = f"{human_bytes(outline.nbytes)} of weights, {human_bytes(memory)} a GPU"
     lines = [f"GPUs that hold all weights at once, DeepSpeed's mp_size: {deepspeed_mp_size(case)} ({sizes})"]
+    if found and found[0].mesh.num_in_step > chosen.num_in_step:
+        key = json.dumps({"zinfer": {"parallel": found[0].mesh.stated}})
+        lines.append(
+            f"{found[0].mesh} is not chosen unless stated, {key}: ranks that make the same passes round otherwise, or "
+            "wait for each other"
+        )
     unknown = {"gathers": case.machine.rates.gather_bytes_per_s, "sums": case.machine.rates.all_reduce_bytes_per_s}
     if names := [name for name, rate in unknown.items() if rate is None]:
         taken = "gathers count as hidden" + (", ranks that divide layers are left out" if "sums" in names else "")
