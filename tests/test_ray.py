@@ -19,8 +19,8 @@ from zinfer.jobs import run_job
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'zinfer[ray]'")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'zinfer[ray]'")
 
-from zinfer.jobs.ray_data import LLMPredictor  # noqa: E402
-from zinfer.ranks.ray_actors import RankActors, rank_variables  # noqa: E402
+from zinfer.ranks.ray_actors import rank_variables  # noqa: E402
+from zinfer.ray import LLMPredictor, RankActors  # noqa: E402
 
 CONFIG = {"zero_optimization": {"offload_param": {"device": "cpu"}}, "zinfer": {"device": "cpu"}}
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,6 +12,7 @@ ROOMS = (
     "cli",
     "chat",
     "mii",
+    "ray",
     "evaluation",
     "serve",
     "jobs",

@@ -48,6 +48,8 @@ _HOMES: Final = {
     "quantize_transformer": "zinfer.model.quantize_in_place",
     "QuantizationConfig": "zinfer.config.quantization_rules",
 }
+_MODULES: Final = ("ray",)
+"""Public modules, which need no import of their own."""
 
 
 # OpenMP's threads spin for a millisecond in each of torch's operators while they wait for each other, also for one that
@@ -61,6 +63,8 @@ def __getattr__(name: str) -> Any:
     """Import on first use: torch and transformers take seconds, `zinfer --help` should not."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"zinfer.{name}")
     raise AttributeError(f"module 'zinfer' has no attribute {name!r}")
 
 
