@@ -13,6 +13,7 @@ ROOMS = (
     "chat",
     "mii",
     "ray",
+    "comm",
     "evaluation",
     "serve",
     "jobs",

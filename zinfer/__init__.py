@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from zinfer.batching.async_llm import AsyncLLM
     from zinfer.batching.llm import LLM
+    from zinfer.comm import init_distributed
     from zinfer.config.quantization_rules import QuantizationConfig
     from zinfer.engine.engine import InferenceEngine
     from zinfer.engine.entry import init_inference, initialize
@@ -29,6 +30,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
+    "init_distributed",
     "init_inference",
     "initialize",
     "quantize_transformer",
@@ -43,13 +45,14 @@ _HOMES: Final = {
     "InferenceEngine": "zinfer.engine.engine",
     "Job": "zinfer.planning.job_plan",
     "OnDevice": "zinfer.model.on_device",
+    "init_distributed": "zinfer.comm",
     "init_inference": "zinfer.engine.entry",
     "initialize": "zinfer.engine.entry",
     "quantize_transformer": "zinfer.model.quantize_in_place",
     "QuantizationConfig": "zinfer.config.quantization_rules",
 }
-_MODULES: Final = ("ray",)
-"""Public modules, which need no import of their own."""
+_MODULES: Final = ("comm", "ray")
+"""Public modules, which need no import of their own, as in `deepspeed.comm.get_rank()`."""
 
 
 # OpenMP's threads spin for a millisecond in each of torch's operators while they wait for each other, also for one that

@@ -58,6 +58,11 @@ def num_started() -> int:
     return _number(_SIZE if "MASTER_ADDR" in os.environ else _SIZE[:1]) or 1
 
 
+def num_in_step() -> int:
+    """Return the number of processes that SLURM or MPI started together, also without `MASTER_ADDR`; 1 if none did."""
+    return _number(_SIZE) or 1
+
+
 def own_rank() -> int:
     """Return the rank of this process; 0 if it runs alone."""
     return _needed(_RANK) if is_several() else 0

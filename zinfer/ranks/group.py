@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
 from typing import Any, Final, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from zinfer.errors import ConfigError, RankError
 from zinfer.ranks.announcing import announce
@@ -74,7 +73,7 @@ def working_alone() -> Iterator[None]:
         _thread.is_alone = False
 
 
-def join_group(device: str) -> RankGroup | None:
+def join_group(device: str, timeout: timedelta = _MESH_S) -> RankGroup | None:
     """Join the processes that were started together; None in a process, or a thread, that works alone.
 
     Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, as torchrun sets
@@ -82,12 +81,17 @@ def join_group(device: str) -> RankGroup | None:
 
     Args:
         device: "cuda" or "cpu"; a CUDA device is chosen by the local rank.
+        timeout: of collectives in torch's group, if this call makes it.
 
     Raises:
         ConfigError: the variables are incomplete, or there are more processes than devices on this host.
         RankError: a process was lost before it joined, or did not join within five minutes.
     """
-    return _join(device) if is_several() and not getattr(_thread, "is_alone", False) else None
+    if not is_several() or getattr(_thread, "is_alone", False):
+        return None
+    if device not in _joined:
+        _joined[device] = _join(device, timeout)
+    return _joined[device]
 
 
 def all_values(group: RankGroup, value: _T) -> list[_T]:
@@ -104,8 +108,10 @@ def all_values(group: RankGroup, value: _T) -> list[_T]:
     return found
 
 
-@cache
-def _join(device: str) -> RankGroup:
+_joined: dict[str, RankGroup] = {}
+
+
+def _join(device: str, timeout: timedelta) -> RankGroup:
     own, roll_call = _find_the_others() if dist.is_initialized() else (read_environment(), announce(START_S))
     if device == "cuda" and own.local_rank is not None:
         _choose_gpu(own.local_rank)
@@ -125,7 +131,7 @@ def _join(device: str) -> RankGroup:
         pin_to_node(gpu_node(torch.device("cuda", local_rank)))
     if not dist.is_initialized():
         _choose_interface(group)
-        _connect_all(group, device)
+        _connect_all(group, device, timeout)
     return group
 
 
@@ -164,18 +170,27 @@ def _choose_gpu(local_rank: int) -> None:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
-def _connect_all(group: RankGroup, device: str) -> None:
+def _connect_all(group: RankGroup, device: str, timeout: timedelta) -> None:
     """Make torch's group of all ranks."""
-    # Another backend for each kind of tensor: control messages stay on the host.
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     try:
         store = PrefixStore("group", group.connect())
-        dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.size, timeout=_MESH_S)
+        _init_torch_group(device, store, group.rank, group.size, timeout)
         dist.all_reduce(torch.zeros(1))  # all are connected before one that refuses its settings leaves
     except (RuntimeError, TimeoutError) as error:
         here = f"rank {group.rank} on {group.hosts[group.rank]}"
         why = group.roll_call.find_lost(_NEWS_S) or str(error).splitlines()[0]
         raise RankError(f"{here} could not connect to the other ranks: {why}") from error
+
+
+def make_group_of_one(device: str, timeout: timedelta) -> None:
+    """Make torch's group for a process that was started alone."""
+    _init_torch_group(device, HashStore(), 0, 1, timeout)
+
+
+def _init_torch_group(device: str, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    # Another backend for each kind of tensor: control messages stay on the host.
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     atexit.register(_leave)
 
 
