@@ -39,7 +39,7 @@ class Server:
         return found
 
     def replica_ids(self) -> list[int]:
-        """Processes that compute, as children of the server."""
+        """Processes that compute, as children of the server; if it warms others, those that stand in for them."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(each) for each in children if "replica" in Path(f"/proc/{each}/cmdline").read_text().split("\0")]
 
