@@ -21,7 +21,7 @@ from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.planning import job_sizes
 from zinfer.planning.job_plan import Job
-from zinfer.planning.job_sizes import choose_sizes
+from zinfer.planning.job_sizes import choose_sizes, split
 from zinfer.planning.presets import Machine
 from zinfer.ranks.mesh import Mesh
 
@@ -150,13 +150,22 @@ def test_tokens_are_guessed_in_a_job_whose_link_leaves_time(
     assert sizes.get("speculate") == chosen
 
 
-def test_a_small_job_runs_with_a_cache_of_another_dtype(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """As an LLM does that is told the same sizes."""
-    sizes = {"tokens_per_pass": 64, "max_sequences": 9, "kv_cache_memory": 500_000, "kv_page_size": 16}
+@pytest.mark.parametrize("room", [{"kv_cache_memory": 500_000}, {"num_pages": 40}], ids=["bytes", "pages"])
+def test_a_small_job_runs_with_a_cache_of_another_dtype(
+    model: Path, tmp_path: Path, monkeypatch: Any, room: dict[str, int]
+) -> None:
+    """As an LLM does that is told the same sizes, and a job that goes on with them."""
+    sizes: dict[str, Any] = {"tokens_per_pass": 64, "max_sequences": 9, "kv_page_size": 16, **room}
     sizes |= {"kv_cache_dtype": "int8", "kv_cache_tier": "host", "admission_order": "longest_first"}
     monkeypatch.setattr("zinfer.jobs.job.choose_sizes", lambda *_: sizes)
     _, kept, rows = run(model, tmp_path)
-    assert kept == sizes | {"kv_cache_memory": kept["kv_cache_memory"]}
+    assert kept == sizes | {name: kept[name] for name in room}
+    assert kept.get("num_pages") == room.get("num_pages")
+    output = tmp_path / "out.jsonl"
+    whole = output.read_bytes()
+    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:9]))
+    run(model, tmp_path)
+    assert output.read_bytes() == whole
     with zinfer.LLM(model, device="cpu", **sizes) as llm:
         given = [json.loads(line) for line in (tmp_path / "in.jsonl").read_text().splitlines()]
         params = [zinfer.SamplingParams(max_new_tokens=row["max_new_tokens"]) for row in given]
@@ -165,10 +174,18 @@ def test_a_small_job_runs_with_a_cache_of_another_dtype(model: Path, tmp_path: P
     assert [texts[row["id"]] for row in given] == [each.text for each in found]
 
 
-def test_ranks_that_divide_layers_are_not_planned(model: Path, machine: Machine) -> None:
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(pipeline=2), Mesh(zero=2)])
+def test_ranks_with_parts_of_a_model_are_planned_in_pages(model: Path, machine: Machine, mesh: Mesh) -> None:
+    """Whose bytes differ among them."""
     job = Job(100, [12], [20])
-    assert choose_sizes(model, resolve_settings(), job, print, Mesh(tensor=2)) == {"speculate": "off"}
-    assert "tokens_per_pass" in choose_sizes(model, resolve_settings(), job, print, Mesh(zero=2))
+    sizes = choose_sizes(model, resolve_settings(), job, print, mesh)
+    assert "tokens_per_pass" in sizes
+    assert ("num_pages" in sizes) == (mesh.num_in_step > 1) == ("kv_cache_memory" not in sizes)
+    if mesh.num_in_step > 1:
+        assert sizes["speculate"] == "off"
+        keys, arguments = split(sizes)
+        with zinfer.LLM(model, device="cpu", **keys, **arguments) as llm:
+            assert llm.batching.num_pages == sizes["num_pages"]
 
 
 def test_the_memory_beside_a_draft_model_is_not_planned(model: Path, machine: Machine) -> None:

@@ -57,7 +57,7 @@ class BatchedModel:
     Args:
         model: as for `zinfer.init_inference`, or an open checkpoint.
         settings: the resolved configuration, for batches.
-        tokenizer, swaps_to_disk, prepare, beside_load: as for `LLM`.
+        tokenizer, swaps_to_disk, num_pages, prepare, beside_load: as for `LLM`.
         draft: a small model that guesses tokens, which this one closes; None: there is none.
 
     Attributes:
@@ -74,6 +74,7 @@ class BatchedModel:
         *,
         tokenizer: Any,
         swaps_to_disk: bool | None,
+        num_pages: int | None,
         prepare: Prepare,
         beside_load: BesideLoad | None,
         draft: SmallModel | None,
@@ -86,7 +87,7 @@ class BatchedModel:
             nonlocal budget
             most = read_limits(module, settings.max_out_tokens).most_tokens
             budget = find_budget(
-                ModelSpec.read(module.config), module.dtype, blocks, settings, limits, free_bytes, most
+                ModelSpec.read(module.config), module.dtype, blocks, settings, limits, free_bytes, most, num_pages
             )
             return budget.footprint
 

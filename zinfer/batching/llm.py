@@ -19,7 +19,7 @@ from zinfer.engine.division import Prepare
 from zinfer.engine.prepare import PreparedModel
 from zinfer.errors import ConfigError
 from zinfer.planning.job_plan import Job
-from zinfer.planning.job_sizes import SWAPS, choose_sizes, find_swaps
+from zinfer.planning.job_sizes import SWAPS, choose_sizes, split
 from zinfer.probe.limits import find_limits
 from zinfer.ranks.environment import is_several
 from zinfer.requests.completion import Completion, CompletionDelta
@@ -42,6 +42,7 @@ class LLM(BatchedModel):
             are token ids.
         swaps_to_disk: whether preempted sequences are swapped to ``offload_param.nvme_path`` once their share of host
             memory is full; None: if a path is stated and swapping is faster than recomputing.
+        num_pages: of the KV cache; None: by ``kv_cache_memory``, or as many as are useful.
         prepare: partitions the module; by default over the weights of its checkpoint.
         beside_load: a context for the time in which weights are loaded, from the planned device memory and the sizes of
             batches; the KV cache is not there yet.
@@ -74,6 +75,7 @@ class LLM(BatchedModel):
         *,
         tokenizer: Any = None,
         swaps_to_disk: bool | None = None,
+        num_pages: int | None = None,
         prepare: Prepare = PreparedModel.of,
         beside_load: BesideLoad | None = None,
         job: Job | None = None,
@@ -82,9 +84,8 @@ class LLM(BatchedModel):
         settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module), swaps=True)
         say_without_effect(settings)
         if job is not None:
-            sizes = _planned(model, settings, job)
-            swaps_to_disk = find_swaps(sizes) if swaps_to_disk is None else swaps_to_disk
-            sizes = {name: size for name, size in sizes.items() if name != SWAPS}
+            sizes, arguments = split(_planned(model, settings, job))
+            swaps_to_disk = arguments[SWAPS] if swaps_to_disk is None else swaps_to_disk
             settings = resolve_settings(config, {**kwargs, **sizes}, swaps=True)
         settings = settings.for_batches(on_cuda=find_limits(settings).on_cuda)
         with ExitStack() as opened:
@@ -99,6 +100,7 @@ class LLM(BatchedModel):
                 settings,
                 tokenizer=tokenizer,
                 swaps_to_disk=swaps_to_disk,
+                num_pages=num_pages,
                 prepare=prepare,
                 beside_load=beside_load,
                 draft=draft,

@@ -35,7 +35,7 @@ from zinfer.model.outline import is_known_model, made_up_model
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
 from zinfer.planning.job_plan import Job
-from zinfer.planning.job_sizes import Sizes, choose_sizes, plans_sizes
+from zinfer.planning.job_sizes import Sizes, choose_sizes, plans_sizes, split
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import RankGroup, all_values, join_group
 from zinfer.ranks.mesh import Mesh
@@ -84,7 +84,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
             weights, begin_s = RandomWeights(folder, request.experts, partition), time.perf_counter()
             job = Job(len(prompts) * mesh.size, [*map(len, prompts)], [request.new_tokens] * len(prompts))
             sizes = _choose_sizes(folder, checkpoint, settings, job, meter, mesh, group)
-            with _open(request, checkpoint, {**keys, **sizes}, weights) as llm:
+            with _open(request, checkpoint, keys, sizes, weights) as llm:
                 start_s = time.perf_counter() - begin_s
                 if group is not None:
                     all_values(group, None)  # ranks that begin together share each other's passes
@@ -185,11 +185,14 @@ def _config_folder(model: str, scratch: Path) -> Path:
 
 @contextmanager
 def _open(
-    request: BenchRequest, checkpoint: Checkpoint, keys: Mapping[str, Any], weights: RandomWeights
+    request: BenchRequest, checkpoint: Checkpoint, keys: Mapping[str, Any], sizes: Sizes, weights: RandomWeights
 ) -> Iterator[LLM]:
-    rehearsal = Rehearsal(checkpoint, request.config, keys, weights.prepare)
+    chosen, arguments = split(sizes)
+    options = {**keys, **chosen}
+    rehearsal = Rehearsal(checkpoint, request.config, options, weights.prepare)
+    beside, arguments = rehearsal.beside_load, {**arguments, "prepare": weights.prepare}
     try:
-        llm = LLM(checkpoint, request.config, prepare=weights.prepare, beside_load=rehearsal.beside_load, **keys)
+        llm = LLM(checkpoint, request.config, beside_load=beside, **arguments, **options)
     except PlanError as error:
         if request.memory_cap is None:
             raise

@@ -15,7 +15,7 @@ from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.request import JobRequest
 from zinfer.offload.stats import RunStats
 from zinfer.planning.job_plan import ROWS_TOGETHER
-from zinfer.planning.job_sizes import SWAPS, Sizes, find_swaps
+from zinfer.planning.job_sizes import PAGES, SWAPS, Sizes, split
 from zinfer.requests.completion import Completion
 
 Answer: TypeAlias = tuple[Completion, ...] | Encoding
@@ -76,19 +76,16 @@ class RaggedCompleter(Completer):
     """
 
     def __init__(self, request: JobRequest, stated: Batching, kept: Sizes) -> None:
-        options: dict[str, Any] = {
-            name: size for name, size in kept.items() if name != SWAPS and getattr(stated, name) in (None, "auto")
-        }
+        keys, arguments = split(kept)
+        options: dict[str, Any] = {name: size for name, size in keys.items() if getattr(stated, name) in (None, "auto")}
         if request.trace is not None:
             options["trace"] = str(request.trace)
-        # Swapping or recomputing preempted sequences changes the passes, so keep the first run's choice.
-        swaps = find_swaps(kept)
         options["device"] = request.device
         self._rehearsal = Rehearsal(request.model, request.config, options)
         self._llm = LLM(
             request.model,
             request.config,
-            swaps_to_disk=swaps,
+            **arguments,
             beside_load=self._rehearsal.beside_load,
             **options,
         )
@@ -101,7 +98,7 @@ class RaggedCompleter(Completer):
             "tokens_per_pass": budget.tokens_per_pass,
             "max_sequences": budget.max_sequences,
             "kv_page_size": budget.page_size,
-            "kv_cache_memory": budget.kv_bytes,
+            **({"kv_cache_memory": budget.kv_bytes} if arguments[PAGES] is None else {PAGES: budget.num_pages}),
         }
         self.num_pages = budget.num_pages
 

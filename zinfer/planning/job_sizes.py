@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.model.outline import read_outline
-from zinfer.planning.job_plan import Job, JobPlan
+from zinfer.planning.job_plan import Job, JobPlan, plan_sizes
 from zinfer.planning.job_search import plan_forms
+from zinfer.planning.largest_part import num_devices
 from zinfer.planning.mesh_plan import of_mesh
 from zinfer.planning.plan import Case
 from zinfer.planning.presets import this_machine
@@ -24,6 +26,11 @@ Sizes: TypeAlias = Mapping[str, int | str]
 """Keys of the section `zinfer` that a job keeps in its manifest, because its rows' bytes depend on them."""
 SWAPS: Final = "swaps_to_disk"
 """Beside those keys: whether preempted sequences are swapped to disk."""
+PAGES: Final = "num_pages"
+"""Of the KV cache, in place of its bytes, which differ among ranks that have parts of a model."""
+
+
+_BYTES: Final = "kv_cache_memory"
 
 
 def plans_sizes(settings: Settings) -> bool:
@@ -43,9 +50,8 @@ def choose_sizes(
     """Return the sizes with which the job is predicted to be the fastest; none on a CPU, where one memory holds all.
 
     What is stated is left out. Whether tokens are guessed is chosen here too, since it depends on measured rates and
-    decides the passes. For ranks that divide layers or the model nothing is planned, since their part of the memory is
-    not, and nothing guessed unless that is stated; likewise beside a draft model, and where nothing is predicted to
-    fit, which is said.
+    decides the passes. For ranks that divide layers or the model nothing is guessed unless that is stated. Beside a
+    draft model nothing is planned, and where nothing is predicted to fit, which is said.
 
     Args:
         model: a checkpoint folder, one with config.json alone, or the name of a published model.
@@ -62,8 +68,6 @@ def choose_sizes(
     stated = settings.batching
     chooses_guesses = stated.speculate == "auto" and stated.draft_model is None
     unplanned: dict[str, int | str] = {"speculate": "off"} if chooses_guesses else {}
-    if mesh.num_dividing > 1 or mesh.pipeline > 1:
-        return unplanned
     if stated.draft_model is not None and stated.speculate != "off":
         say("the usual sizes, since the memory beside zinfer.draft_model is known once that is loaded")
         return unplanned
@@ -71,20 +75,52 @@ def choose_sizes(
     read, is_probed = outline.files or files, recall(read_card("cuda")) is not None
     machine = this_machine(settings, read if read or is_probed else None)
     try:
-        plans = plan_forms(of_mesh(Case(outline, machine, settings), mesh, num_hosts), job.part(mesh.size))
+        plans = plan_forms(of_mesh(Case(outline, machine, settings), mesh, num_hosts), job.part(mesh.num_shares))
     except (PlanError, ConfigError) as error:
         say(f"the usual sizes, since no plan was found: {error}")
         return unplanned
     say(told(plans))
-    best = plans[0]
+    best = plans[0] if mesh.num_dividing == 1 else _as_large_as_passes(plans[0])
     found: dict[str, int | str] = {
         name: size for name, size in best.keys().items() if getattr(stated, name) in (None, "auto")
     }
     if best.budget.swaps_to_disk:
         found[SWAPS] = 1
-    if chooses_guesses:
+    if mesh.num_in_step > 1:
+        found |= unplanned
+        if found.pop(_BYTES, None) is not None:
+            found[PAGES] = _pages_of_ranks(best, mesh)
+    elif chooses_guesses:
         found["speculate"] = choose_kind(best.plan.streamed_bytes > 0, best.estimator.free_tokens)
     return found
+
+
+def _as_large_as_passes(planned: JobPlan) -> JobPlan:
+    """Return the plan with no more tokens a pass than its passes have: activations of more take memory for nothing."""
+    passes = planned.simulations.under(planned.budget, planned.estimator.order)
+    most = max(size.num_tokens for size in passes.own)
+    if most >= planned.budget.tokens_per_pass:
+        return planned
+    batching = replace(planned.batching, tokens_per_pass=most, kv_cache_memory=planned.budget.kv_bytes)
+    return plan_sizes(planned.case, batching, planned.job, planned.simulations)
+
+
+def _pages_of_ranks(planned: JobPlan, mesh: Mesh) -> int:
+    """Return the pages that fit each of the ranks.
+
+    Ranks that divide layers were planned as one device with the memory of all, and each has the activations between
+    its parts of the layers whole.
+    """
+    budget, count = planned.budget, num_devices(planned.case.outline, mesh)
+    repeated = (count - 1) * budget.footprint.activation_bytes
+    longest = sum(planned.job.longest)
+    return max(int(budget.num_pages * (1 - repeated / budget.kv_bytes)), -(-longest // budget.page_size))
+
+
+def split(sizes: Sizes) -> tuple[dict[str, int | str], dict[str, Any]]:
+    """Return the keys of the section `zinfer`, and the arguments of `LLM` that are no keys."""
+    keys = {name: size for name, size in sizes.items() if name not in (SWAPS, PAGES)}
+    return keys, {SWAPS: find_swaps(sizes), PAGES: sizes.get(PAGES)}
 
 
 def find_swaps(sizes: Sizes) -> bool | None:

@@ -122,6 +122,7 @@ def find_budget(
     limits: MachineLimits,
     free_bytes: int,
     most_tokens: int | None,
+    num_pages: int | None = None,
 ) -> BatchingBudget:
     """Return the budget: stated sizes are kept, the others are chosen for the machine.
 
@@ -134,15 +135,20 @@ def find_budget(
         free_bytes: free device memory, for weights and everything else; what exceeds the cap of the limits does not
             count.
         most_tokens: maximum tokens of a sequence, prompt included; None: limited only by the pages.
+        num_pages: of the KV cache, as if the settings stated their bytes; None: as they state.
 
     Raises:
         ConfigError: the page size is not a power of two.
         PlanError: not even one page fits, or a stated size exceeds the memory.
     """
-    stated = settings.batching
-    page_size = stated.kv_page_size or PAGE_SIZE
+    page_size = settings.batching.kv_page_size or PAGE_SIZE
     if page_size & (page_size - 1):
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
+    kv_dtype = KV_DTYPES.get(settings.batching.kv_cache_dtype, dtype)
+    page_bytes = spec.kv.token_bytes(kv_dtype) * page_size
+    if num_pages is not None:
+        settings = replace(settings, batching=replace(settings.batching, kv_cache_memory=num_pages * page_bytes))
+    stated = settings.batching
     free_bytes = limits.within_cap(free_bytes)
     most = MOST_TOKENS_PER_PASS
     if limits.on_cuda and _streams_from_disk(blocks, settings, limits, free_bytes):
@@ -157,9 +163,7 @@ def find_budget(
         on_cuda=limits.on_cuda,
         replays=limits.on_cuda and settings.cuda_graph is not False and not hosted,
     )
-    kv_dtype = KV_DTYPES.get(stated.kv_cache_dtype, dtype)
     kv_bytes = _kv_bytes(spec, blocks, settings, limits, free_bytes, size.activation_bytes)
-    page_bytes = spec.kv.token_bytes(kv_dtype) * page_size
     num_pages = kv_bytes // page_bytes
     if stated.kv_cache_memory is None and most_tokens is not None:
         num_pages = min(num_pages, size.max_sequences * -(-most_tokens // page_size))
