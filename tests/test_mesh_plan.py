@@ -133,6 +133,7 @@ def test_link_bound_meshes_take_the_seconds_of_their_bytes(outline: Outline) -> 
         assert found[mesh].tokens_per_s == pytest.approx(num_new / (REQUEST.new_tokens * seconds), rel=0.01), mesh
     assert [found[mesh].bottleneck for mesh in passes_s] == ["link", "gathers", "link"]
     assert fastest_mesh(list(found.values())) == Mesh(zero=2), "tensor ranks are faster, but for those who ask"
+    assert fastest_mesh(list(found.values()), may_round=True) == Mesh(tensor=2)
     fast = planned(outline, speeds=replace(SLOW, gather_bytes_per_s=1e12))
     assert fast[Mesh(zero=2)].tokens_per_s == pytest.approx(
         num_new / REQUEST.new_tokens * TOGETHER / streamed, rel=0.01
@@ -309,7 +310,11 @@ def test_the_command_lists_and_chooses(tmp_path: Path) -> None:
     assert stated["request"]["batch_size"] == 4
     text = zinfer_plan("--model", folder, "--ranks", "4").stdout
     assert "DeepSpeed's mp_size: 1" in text
-    assert 'is not chosen unless stated, {"zinfer": {"parallel": {' in text
+    assert 'is chosen if stated, {"zinfer": {"parallel": {' in text
+    fast = tmp_path / "fast.json"
+    fast.write_text('{"zinfer": {"optimize": "speed"}}')
+    found = json.loads(zinfer_plan("--model", folder, "--ranks", "4", "--config", str(fast), "--json").stdout)
+    assert found["parallel"] == found["meshes"][0]["parallel"]
 
 
 @pytest.mark.parametrize(

@@ -97,12 +97,10 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
         from zinfer.planning.memory import Request
         from zinfer.planning.mesh_plan import (
             batch_planner,
-            expert_meshes_of,
+            every_mesh_of,
             fastest_mesh,
             job_planner,
-            meshes_of,
             of_mesh,
-            pipeline_meshes_of,
             plan_meshes,
         )
         from zinfer.ranks.mesh import Mesh
@@ -119,11 +117,9 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
         Sharding.of(case.outline.tree, shard, stated=case.settings.tensor_parallel)  # raises as the ranks would
     if num_ranks > 1:
         planner = batch_planner(work) if isinstance(work, Request) else job_planner(work, is_rough=True)
-        yielding = expert_meshes_of, pipeline_meshes_of
-        more = [mesh for each in yielding for mesh in each(case, num_ranks, num_hosts)]
-        meshes = [mesh] if any(stated.values()) else [*meshes_of(num_ranks, num_hosts), *more]
+        meshes = [mesh] if any(stated.values()) else every_mesh_of(case, num_ranks, num_hosts)
         with Console(stderr=True).status(f"comparing {len(meshes)} ways to arrange {num_ranks} ranks"):  # if a terminal
             several = plan_meshes(case, meshes, num_hosts, planner)
         if not any(stated.values()):
-            mesh = fastest_mesh(several) or mesh
+            mesh = fastest_mesh(several, may_round=case.settings.optimize == "speed") or mesh
     return Arranged(case, of_mesh(case, mesh, num_hosts), several, num_hosts)

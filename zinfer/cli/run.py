@@ -40,7 +40,7 @@ def run(
         int | None, typer.Option(min=1, help="Processes that share the model; by default one per GPU.")
     ] = None,
     fast: Annotated[
-        bool, typer.Option("--fast", help="Allow an INT8 KV cache where that is predicted to be faster.")
+        bool, typer.Option("--fast", help="Allow an INT8 KV cache, and ranks that divide layers, where that is faster.")
     ] = False,
     only_missing: Annotated[
         bool,

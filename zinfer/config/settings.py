@@ -241,7 +241,8 @@ class Settings:
     optimize: Literal["accuracy", "speed"] = setting(
         "zinfer.optimize",
         choice("accuracy", "speed"),
-        "speed: a job takes an INT8 KV cache where that is predicted to be faster, and says so (zinfer run --fast)",
+        "speed: a job takes what is predicted to be faster though it rounds otherwise, an INT8 KV cache or ranks that "
+        "divide the layers, and says so (zinfer run --fast)",
         default="accuracy",
     )
     device: Literal["auto", "cuda", "cpu"] = setting(

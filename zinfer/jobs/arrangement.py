@@ -9,7 +9,7 @@ from zinfer.errors import PlanError
 from zinfer.jobs.request import JobRequest
 from zinfer.model.outline import read_outline
 from zinfer.planning.job_plan import Job
-from zinfer.planning.mesh_plan import MeshPlan, fastest_mesh, job_planner, meshes_of, plan_meshes
+from zinfer.planning.mesh_plan import MeshPlan, every_mesh_of, fastest_mesh, job_planner, plan_meshes
 from zinfer.planning.plan import Case
 from zinfer.planning.presets import this_machine
 from zinfer.probe.card import read_card
@@ -44,18 +44,19 @@ def choose_mesh(
     is_open = usual.size > 1 and not any(stated.values()) and by_hosts.replicas == num_hosts
     if not is_open or found is None or found.most_ranks is None:
         return usual
+    may_round = settings.optimize == "speed" and request.generates
     try:
         outline = read_outline(request.model, settings.dtype, settings.quantization)
         case = Case(outline, this_machine(settings, outline.files), settings)
         several = plan_meshes(
             case,
-            _undivided(usual.size, num_hosts),
+            [mesh for mesh in every_mesh_of(case, usual.size, num_hosts) if may_round or mesh.num_in_step == 1],
             num_hosts,
             job_planner(job(), is_rough=True),
         )
     except PlanError:  # jobs of this model are not predicted
         return usual
-    chosen = fastest_mesh(several) or usual
+    chosen = fastest_mesh(several, may_round=may_round) or usual
     say(f"ranks: {chosen}, the fastest of {_told(several)}")
     return chosen
 
@@ -66,10 +67,6 @@ def with_mesh(request: JobRequest, parallel: Mapping[str, int]) -> JobRequest:
     section = given.get("zinfer")
     own = dict(section) if isinstance(section, Mapping) else {}
     return replace(request, config={**given, "zinfer": {**own, "parallel": dict(parallel)}})
-
-
-def _undivided(num_ranks: int, num_hosts: int) -> list[Mesh]:
-    return [mesh for mesh in meshes_of(num_ranks, num_hosts) if mesh.tensor == 1]
 
 
 def _told(several: Sequence[MeshPlan]) -> str:

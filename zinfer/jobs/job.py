@@ -96,7 +96,7 @@ def run_job(
         task: "generate", "embed" (one unit vector per row, from the encoder) or "classify" (a label, and the scores of
             all labels). For the last two, rows may have only a prompt and an id.
         pooling: for "embed": "mean" over the tokens, "cls", the first token, or "last".
-        fast: choose an INT8 KV cache where that is predicted to be faster, as ``zinfer.optimize`` "speed".
+        fast: choose what is predicted to be faster though it rounds otherwise, as ``zinfer.optimize`` "speed".
         only_missing: of a batch that an earlier run left unfinished, compute only the rows that `output` lacks. They
             then share passes with fewer rows, and may differ in last bits from those of an undisturbed run.
         console: where to show progress; None shows nothing.

@@ -8,6 +8,8 @@ from typing import Any, Final
 from rich.table import Table
 
 from zinfer.errors import ConfigError, PlanError
+from zinfer.model.sharding.heads import can_divide
+from zinfer.model.sharding.plans import is_divided
 from zinfer.model.stage import Stage
 from zinfer.planning.job_plan import Job, JobPlan
 from zinfer.planning.job_search import plan_job
@@ -112,6 +114,20 @@ def pipeline_meshes_of(case: Case, num_ranks: int, num_hosts: int = 1) -> Iterat
                 yield replace(mesh, replicas=mesh.replicas // pipeline, pipeline=pipeline)
 
 
+def every_mesh_of(case: Case, num_ranks: int, num_hosts: int = 1) -> list[Mesh]:
+    """Return the meshes of all modes that the model's layers can be divided by."""
+    kind, config = case.outline.spec.model_type, case.outline.tree.config.get_text_config()
+    return [
+        *(
+            mesh
+            for mesh in meshes_of(num_ranks, num_hosts)
+            if mesh.tensor == 1 or (is_divided(kind) and can_divide(config, mesh.tensor))
+        ),
+        *expert_meshes_of(case, num_ranks, num_hosts),
+        *pipeline_meshes_of(case, num_ranks, num_hosts),
+    ]
+
+
 def of_mesh(case: Case, mesh: Mesh, num_hosts: int = 1) -> Case:
     """Return the case of one rank of a mesh on machines as the case's: of stages, that with the most bytes.
 
@@ -146,13 +162,15 @@ def plan_meshes(case: Case, meshes: Iterable[Mesh], num_hosts: int, plan: PlanFo
     return sorted(found, key=lambda each: (-each.tokens_per_s, each.mesh.num_dividing, each.mesh.replicas))
 
 
-def fastest_mesh(found: Sequence[MeshPlan]) -> Mesh | None:
-    """Return the fastest mesh that fits, among those that any model can be run by; None if none does.
+def fastest_mesh(found: Sequence[MeshPlan], *, may_round: bool = False) -> Mesh | None:
+    """Return the fastest mesh that fits; None if none does.
 
-    Ranks that divide layers, or the model, are for those who ask for them: not every family can be divided, sums in
-    another order round otherwise, and Python launches the passes of stages one by one, which is not predicted.
+    Args:
+        may_round: whether ranks may divide layers, or the model (``zinfer.optimize`` "speed"). Their sums in another
+            order, and their passes of fewer rows, round otherwise than those of one process.
     """
-    return next((each.mesh for each in found if each.mesh.num_in_step == 1 and each.planned is not None), None)
+    most = max((each.mesh.num_in_step for each in found), default=1) if may_round else 1
+    return next((each.mesh for each in found if each.mesh.num_in_step <= most and each.planned is not None), None)
 
 
 def batch_planner(request: Request) -> PlanFor:
@@ -190,8 +208,8 @@ def mesh_lines(case: Case, found: Sequence[MeshPlan], num_hosts: int, chosen: Me
     if found and found[0].mesh.num_in_step > chosen.num_in_step:
         key = json.dumps({"zinfer": {"parallel": found[0].mesh.stated}})
         lines.append(
-            f"{found[0].mesh} is not chosen unless stated, {key}: ranks that make the same passes round otherwise, or "
-            "wait for each other"
+            f'{found[0].mesh} is chosen if stated, {key}, or with zinfer.optimize "speed" (zinfer run --fast): its '
+            "passes round otherwise than those of one process"
         )
     unknown = {"gathers": case.machine.rates.gather_bytes_per_s, "sums": case.machine.rates.all_reduce_bytes_per_s}
     if names := [name for name, rate in unknown.items() if rate is None]:
