@@ -64,6 +64,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         (["a"], "part 1 ('a') is not a text part; only"),
         ([], "the content of message 1 must be a text or a list of text parts, not []"),
         (5, "the content of message 1 must be a text or a list of text parts, not 5"),
+        (None, "the content of message 1 is null or missing; give a text, or '' for an empty one"),
     ]),
     (asked("", "chat/completions"), "messages is missing"),
     (asked("", "completions"), "prompt is missing"),

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from checkpoints import random_prompts, tiny_checkpoint
 from jobs_support import letters_model
 from llm_support import NUM_NEW, SIZES, alone, by_ids, folder, llm, prompts, token_bytes
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zinfer import LLM, Completion, SamplingParams
 from zinfer.errors import ConfigError
@@ -241,6 +242,20 @@ def test_content_in_parts_is_one_text() -> None:
         "messages: the content of message 1: part 2 ('image_url') is not a text part; "
         'only {"type": "text", "text": "..."} is supported'
     )
+
+
+def test_a_message_needs_content_unless_it_says_something_else() -> None:
+    encoder = PromptEncoder(AutoTokenizer.from_pretrained(DEMO / "model"), 100)
+    encoder.tokenizer.chat_template = "{% for each in messages %}{{ each.content or 'called' }}{% endfor %}"
+    calls = [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    user, answer = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": None}
+    with closing(encoder):
+        assert encoder.tokenize([user, {**answer, "tool_calls": calls}]) == encoder.tokenizer.encode(
+            "1+1=called", add_special_tokens=False
+        )
+        for wrong in ({"role": "user"}, answer, {**answer, "tool_calls": []}, {"role": "tool", "tool_call_id": "a"}):
+            with pytest.raises(ConfigError, match="messages: the content of message 2 is null or missing; give a text"):
+                encoder.tokenize([user, wrong])
 
 
 def test_prompts_of_a_generator_are_all_completed(

@@ -388,6 +388,7 @@ NAMED: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("chat/completions", {"max_completion_tokens": 1000}, "the prompt's 5 tokens and 1000 new ones", "messages"),
     ("chat/completions", {"messages": []}, "messages must hold", "messages"),
     ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages: the content of", "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages: the content of", "messages"),
     ("chat/completions", {"temprature": 1}, "unknown field 'temprature'", "temprature"),
     ("chat/completions", {"response_format": NOTHING}, "response_format: the json cannot be used", "response_format"),
     ("chat/completions", FORCED, "tools: the json cannot be used", "tools"),

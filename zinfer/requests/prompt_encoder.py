@@ -37,6 +37,9 @@ _OWN_VARIABLES: Final = frozenset(
 
 _STRFTIME_NOW: Final = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
+_SAYS_NOTHING: Final = ("role", "name", "tool_call_id")
+"""Fields of a message beside which it needs content."""
+
 NO_TOKENIZER: Final = (
     "put the model's tokenizer files into it, or give 'prompt_token_ids' alone, without stop strings and bad words"
 )
@@ -253,11 +256,16 @@ def _with_plain_content(message: Mapping[str, Any], number: int) -> Mapping[str,
     Parts are joined by line breaks, as in vLLM: most templates would print a list in Python syntax.
 
     Raises:
-        ConfigError: the content is not text, for example an image.
+        ConfigError: the content is not text, for example an image, or there is none beside which the message says
+            nothing else, such as calls of tools.
     """
     where, parts = f"messages: the content of message {number}", message.get("content")
-    if isinstance(parts, str | None):
+    if isinstance(parts, str):
         return message
+    if parts is None:
+        if any(value for name, value in message.items() if name not in _SAYS_NOTHING):
+            return message
+        raise ConfigError(f"{where} is null or missing; give a text, or '' for an empty one")
     if not isinstance(parts, list | tuple) or not parts:
         raise ConfigError(f"{where} must be a text or a list of text parts, not {parts!r:.60}")
     for place, part in enumerate(parts, start=1):
