@@ -117,3 +117,8 @@ def test_files_are_listed_in_the_order_that_is_asked_for(tmp_path: Path) -> None
     assert listed("") == listed("?order=desc") == ids[::-1]
     assert listed("?order=asc") == ids
     assert listed(f"?order=asc&limit=1&after={ids[0]}") == [ids[1]]
+
+
+def test_no_page_loads_scripts_of_other_hosts(tmp_path: Path) -> None:
+    app = app_in(tmp_path)
+    assert [ask(app, "GET", path).status_code for path in ("/docs", "/redoc", "/openapi.json")] == [404, 404, 200]

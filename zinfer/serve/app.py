@@ -62,7 +62,8 @@ def make_app(
         await service.close()
 
     told: dict[int | str, dict[str, Any]] = {"4XX": {"description": "An error in the form of OpenAI's"}}
-    app = FastAPI(title="zinfer", version=__version__, lifespan=lifespan, root_path=root_path, responses=told)
+    pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}  # FastAPI's own, which load scripts from other hosts
+    app = FastAPI(title="zinfer", version=__version__, lifespan=lifespan, root_path=root_path, responses=told, **pages)
     app.include_router(openai_routes(service))
     app.include_router(operation_routes(service))
     app.include_router(mii_routes(service))
