@@ -45,7 +45,7 @@ def _app(arguments: Arguments) -> FastAPI:
             service = Service(replicas, find_tokenizer(arguments.model), [arguments.model.name], ServiceLimits())
             try:
                 await service.start()
-                app.mount("/", make_app(service, keys=(), origins=(), root_path="", folder=None))
+                app.mount("/", make_app(service, keys=(), origins=(), folder=None))
                 yield
             finally:
                 await service.close()

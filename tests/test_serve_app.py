@@ -21,7 +21,7 @@ ORIGIN = "http://o.example"
 def app_in(folder: Path, *, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> FastAPI:
     """An application with files and batches, whose replica is never started."""
     service = Service([Replica(0, ["false"], folder)], None, ["model"], ServiceLimits())
-    return make_app(service, keys=keys, origins=origins, root_path="", folder=folder / "kept")
+    return make_app(service, keys=keys, origins=origins, folder=folder / "kept")
 
 
 def ask(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -179,6 +180,38 @@ def cut_short_by_the_end(
         finally:
             os.kill(victim, signal.SIGCONT)
     raise AssertionError("the stream ended each time")
+
+
+@contextmanager
+def serving_at(path: Path, model: Path, *options: str) -> Iterator[tuple[httpx.Client, list[str]]]:
+    """A client of a server at a Unix socket, and the lines that the server says, all of them once it has ended."""
+    words = ["serve", "--model", str(model), "--device", "cpu", "--uds", path.name, *options]
+    process, lines = start(words, path.parent, warm=True), list[str]()
+    try:
+        while not lines or "serving" not in lines[-1]:
+            lines.append(process.stderr.readline())
+            assert lines[-1], lines
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://a") as http:
+            yield http, lines
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+    lines += process.stderr.readlines()
+
+
+def test_a_unix_socket_behind_a_proxy(model: Path, tmp_path: Path) -> None:
+    """Whose prefix is that of the addresses in the schema. Nothing is said but what is served."""
+    options = ("--root-path", "/models/a/", "--api-key", "k")
+    with serving_at(tmp_path / "a.sock", model, *options) as (http, lines):
+        assert http.get("/").status_code == 200, "the page needs no key"
+        assert http.get("/v1/models").status_code == 401
+        http.headers["authorization"] = "Bearer k"
+        assert http.get("/openapi.json").json()["servers"] == [{"url": "/models/a"}]
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert len(lines) == 2
+    assert lines[0].startswith("zinfer: requests of ")
+    assert lines[1] == "zinfer: serving letters on a.sock\n"
 
 
 @pytest.mark.slow

@@ -34,7 +34,6 @@ def make_app(
     *,
     keys: Sequence[str],
     origins: Sequence[str],
-    root_path: str,
     folder: Path | None,
     most_body_bytes: int = MOST_BODY_BYTES,
     most_file_bytes: int = MOST_FILE_BYTES,
@@ -45,7 +44,6 @@ def make_app(
         service: started already; closed when the application ends.
         keys: API keys; none: everybody may call.
         origins: that browsers may call it from.
-        root_path: prefix that a proxy strips.
         most_body_bytes: larger bodies get 413.
         most_file_bytes: likewise of uploaded files.
         folder: for files and batches; None: there are no such routes.
@@ -63,7 +61,7 @@ def make_app(
 
     told: dict[int | str, dict[str, Any]] = {"4XX": {"description": "An error in the form of OpenAI's"}}
     pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}  # FastAPI's own, which load scripts from other hosts
-    app = FastAPI(title="zinfer", version=__version__, lifespan=lifespan, root_path=root_path, responses=told, **pages)
+    app = FastAPI(title="zinfer", version=__version__, lifespan=lifespan, responses=told, **pages)
     app.include_router(openai_routes(service))
     app.include_router(operation_routes(service))
     app.include_router(mii_routes(service))

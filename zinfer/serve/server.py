@@ -36,7 +36,8 @@ class ServerOptions:
         names: of the model; the first one is told to clients.
         uds: path of a Unix socket to listen on instead of host and port.
         certificate, key_file: PEM files for TLS.
-        api_keys, origins, root_path, most_body_bytes, most_file_bytes, folder: as for `make_app`.
+        root_path: prefix that a proxy strips.
+        api_keys, origins, most_body_bytes, most_file_bytes, folder: as for `make_app`.
         drain_s: how long requests under way may take after SIGTERM.
         arrive_s: how long a request may take to arrive, and its answer to be read, as for `BoundedProtocol`.
     """
@@ -106,7 +107,6 @@ async def _serve(service: Service, options: ServerOptions, say: Callable[[str], 
         service,
         keys=options.api_keys,
         origins=options.origins,
-        root_path=options.root_path,
         most_body_bytes=options.most_body_bytes,
         most_file_bytes=options.most_file_bytes,
         folder=options.folder,
@@ -116,6 +116,7 @@ async def _serve(service: Service, options: ServerOptions, say: Callable[[str], 
         host=options.host,
         port=options.port,
         uds=None if options.uds is None else str(options.uds),
+        root_path=options.root_path.rstrip("/"),
         http=bounded_protocol(options.arrive_s),
         ssl_certfile=options.certificate,
         ssl_keyfile=options.key_file,
