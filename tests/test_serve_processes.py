@@ -201,7 +201,7 @@ def serving_at(path: Path, model: Path, *options: str) -> Iterator[tuple[httpx.C
 
 
 def test_a_unix_socket_behind_a_proxy(model: Path, tmp_path: Path) -> None:
-    """Whose prefix is that of the addresses in the schema. Nothing is said but what is served."""
+    """Whose prefix is that of the addresses in the schema. Nothing is said but what is served, and no file stays."""
     options = ("--root-path", "/models/a/", "--api-key", "k")
     with serving_at(tmp_path / "a.sock", model, *options) as (http, lines):
         assert http.get("/").status_code == 200, "the page needs no key"
@@ -212,6 +212,15 @@ def test_a_unix_socket_behind_a_proxy(model: Path, tmp_path: Path) -> None:
     assert len(lines) == 2
     assert lines[0].startswith("zinfer: requests of ")
     assert lines[1] == "zinfer: serving letters on a.sock\n"
+    assert not (tmp_path / "a.sock").exists()
+
+
+def test_the_socket_of_a_successor_stays(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    with serving_at(path, model):
+        path.rename(tmp_path / "old.sock")
+        path.touch()
+    assert path.exists()
 
 
 @pytest.mark.slow

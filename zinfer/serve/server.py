@@ -59,7 +59,28 @@ class ServerOptions:
 
 
 class _Server(uvicorn.Server):
-    """Ends by SIGTERM or SIGINT as if nobody had signalled; a second SIGINT does not wait for requests."""
+    """Ends by SIGTERM or SIGINT as if nobody had signalled; a second SIGINT does not wait for requests.
+
+    The file of its Unix socket ends with it, unless another server has put its own in the place.
+    """
+
+    _socket_file: tuple[int, int] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._socket_file = self._find_socket_file()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.config.uds is not None and self._socket_file == self._find_socket_file() is not None:
+            Path(self.config.uds).unlink(missing_ok=True)
+        await super().shutdown(sockets)
+
+    def _find_socket_file(self) -> tuple[int, int] | None:
+        """Return the device and number of the socket's file; None if there is none."""
+        if self.config.uds is None or not Path(self.config.uds).exists():
+            return None
+        found = Path(self.config.uds).stat()
+        return found.st_dev, found.st_ino
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
