@@ -21,11 +21,13 @@ from zinfer.errors import ConfigError, JobError
 from zinfer.jobs import bench as bench_module
 from zinfer.jobs import memory_cap
 from zinfer.jobs.bench import BenchRequest, BenchResult, run_bench
+from zinfer.jobs.bench_prompts import BenchPrompt, share_of
 from zinfer.jobs.bench_summary import bench_document, bench_table
 from zinfer.jobs.memory_cap import held_beyond
 from zinfer.nvme.page_cache import CachedPages
 from zinfer.planning import job_sizes
 from zinfer.planning.presets import Machine
+from zinfer.ranks.mesh import Mesh
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -261,6 +263,35 @@ def test_the_rows_of_a_file_are_the_prompts(tmp_path: Path) -> None:
     rows.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt_token_ids": [9]}\n')
     found = bench(folder_of(LLAMA, tmp_path), rows=None, input=rows)
     assert (found.num_rows, found.num_prompt_tokens, found.num_new_tokens) == (2, 4, 4)
+
+
+def test_a_row_gets_as_many_new_tokens_as_it_asks_for(tmp_path: Path) -> None:
+    folder, rows = folder_of(LLAMA, tmp_path), tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt_token_ids": [5, 6, 7], "max_new_tokens": 3}\n{"prompt_token_ids": [9]}\n')
+    found = bench(folder, rows=None, input=rows, new_tokens=6)
+    assert (found.num_new_tokens, found.predicted.num_passes) == (9, 6)
+    words = r"rows ask for 3 new tokens and others for 6 \(--new-tokens\); rivals generate as many for each"
+    with pytest.raises(ConfigError, match=words):
+        bench(folder, rows=None, input=rows, new_tokens=6, compare=("accelerate",))
+    rows.write_text('{"prompt_token_ids": [5], "max_new_tokens": 2000}\n')
+    with pytest.raises(ConfigError, match=r"line 1: .*2,?000 new ones are more than 1,?024"):
+        bench(folder, rows=None, input=rows, new_tokens=6)
+    rows.write_text('{"prompt_token_ids": [5], "n": 2, "temperature": 1.0}\n')
+    with pytest.raises(ConfigError, match="line 1: n is 2, and a bench generates one text a row; repeat the row"):
+        bench(folder, rows=None, input=rows, new_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"rows": 2}, "give --rows 4 at least"),
+        ({"input": Path("rows.jsonl")}, "add rows to rows.jsonl until it has 4, or give --ranks 2 at most"),
+    ],
+)
+def test_too_few_prompts_for_the_ranks_are_refused(given: dict[str, Any], remedy: str) -> None:
+    request = BenchRequest("model", 4, **given)
+    with pytest.raises(ConfigError, match=f"^2 prompts are too few for 4 ranks; {remedy}$"):
+        share_of([BenchPrompt((1,), 4)] * 2, 0, Mesh.of({}, ["a"] * 4), request)
 
 
 def test_the_names_of_published_models_are_listed() -> None:

@@ -15,7 +15,9 @@ def bench(
     model: Annotated[str, typer.Option(help="Folder with config.json, or a name from '--model list'.")],
     rows: Annotated[int | None, typer.Option(min=1, help="Number of random prompts.")] = None,
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated after each prompt.")] = 32,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens generated after each prompt that does not set it.")
+    ] = 32,
     input: Annotated[Path | None, typer.Option(help="JSONL file with the prompts, instead of random ones.")] = None,
     weights: Annotated[
         Literal["fp16", "int8", "int4", "fp8"] | None, typer.Option(help="Form of the weights; else as in --config.")

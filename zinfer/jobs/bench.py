@@ -21,6 +21,7 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.display import shown
 from zinfer.engine.random_weights import RandomWeights, write_random
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
+from zinfer.jobs.bench_prompts import BenchPrompt, prompts_of, share_of
 from zinfer.jobs.bench_request import BenchRequest
 from zinfer.jobs.bench_result import BenchResult
 from zinfer.jobs.comparison import MOST_ROWS, Compared, check_room, compare
@@ -28,8 +29,6 @@ from zinfer.jobs.memory_cap import held_beyond
 from zinfer.jobs.progress import Forecast, Load, Meter
 from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.rivals import Task, is_installed
-from zinfer.jobs.token_rows import read_token_rows
-from zinfer.model.context_length import read_limits
 from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.outline import is_known_model, made_up_model
 from zinfer.offload.block import Tier
@@ -42,7 +41,6 @@ from zinfer.ranks.mesh import Mesh
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.units import human_bytes
 
-_SEED: Final = 0
 _SAMPLE_BYTES: Final = 512 << 20  # to measure the disk with
 
 
@@ -74,7 +72,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
     with shown(Meter(console)) as meter, tempfile.TemporaryDirectory(prefix="zinfer-bench-", dir=scratch) as temporary:
         folder = Path(temporary)
         checkpoint, every = _prepare(request, settings, folder)
-        prompts = _share_of(every, mesh.share_of(place), mesh)
+        prompts = share_of(every, mesh.share_of(place), mesh, request)
         if group is not None and request.compare and len(set(group.hosts)) > 1:
             raise ConfigError("--compare runs rivals on one host; leave it out, or start ranks on one host")
         if any(map(is_installed, request.compare)):
@@ -82,7 +80,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
         with held_beyond(request.memory_cap, settings) as held:
             meter.begin("loading")
             weights, begin_s = RandomWeights(folder, request.experts, partition), time.perf_counter()
-            job = Job(len(prompts) * mesh.size, [*map(len, prompts)], [request.new_tokens] * len(prompts))
+            job = Job(len(prompts) * mesh.size, *_lengths(prompts))
             sizes = _choose_sizes(folder, checkpoint, settings, job, meter, mesh, group)
             with _open(request, checkpoint, keys, sizes, weights) as llm:
                 start_s = time.perf_counter() - begin_s
@@ -118,17 +116,8 @@ def _choose_sizes(
     return found if group is None else all_values(group, found)[0]
 
 
-def _share_of(prompts: list[list[int]], share: int, mesh: Mesh) -> list[list[int]]:
-    """Return the prompts of a group of ranks: every so many of them."""
-    if len(prompts) < mesh.num_shares:
-        raise ConfigError(
-            f"{len(prompts)} prompts are too few for {mesh.size} ranks; give --rows {mesh.num_shares} at least"
-        )
-    return prompts[share :: mesh.num_shares]
-
-
 def _compared(
-    request: BenchRequest, checkpoint: Checkpoint, prompts: list[list[int]], found: BenchResult, scratch: Path
+    request: BenchRequest, checkpoint: Checkpoint, prompts: list[BenchPrompt], found: BenchResult, scratch: Path
 ) -> tuple[Compared, ...]:
     if not request.compare:
         return ()
@@ -139,7 +128,7 @@ def _compared(
         rival="",
         checkpoint="",
         scratch=str(scratch),
-        prompts=prompts,
+        prompts=[list(prompt.token_ids) for prompt in prompts],
         new_tokens=request.new_tokens,
         batch_size=MOST_ROWS[device],
         device=device,
@@ -150,20 +139,10 @@ def _compared(
     return tuple(compare(request.compare, task, checkpoint, found.tokens_per_s))
 
 
-def _prepare(request: BenchRequest, settings: Settings, scratch: Path) -> tuple[Checkpoint, list[list[int]]]:
+def _prepare(request: BenchRequest, settings: Settings, scratch: Path) -> tuple[Checkpoint, list[BenchPrompt]]:
     """Return the outline of the checkpoint, and the prompts."""
     tree, checkpoint = made_up_model(_config_folder(request.model, scratch), settings.dtype)
-    if request.input is not None:
-        rows = read_token_rows(
-            request.input, checkpoint.folder, tree, settings.max_out_tokens, num_new_tokens=request.new_tokens
-        )
-        return checkpoint, [list(row) for row in rows]
-    if problem := read_limits(tree, settings.max_out_tokens).problem(request.prompt_len, request.new_tokens):
-        raise ConfigError(f"--prompt-len and --new-tokens: {problem}")
-    vocab_size = int(tree.config.get_text_config().vocab_size)
-    shape = (request.rows or 0, request.prompt_len)
-    drawn = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(_SEED))
-    return checkpoint, drawn.tolist()
+    return checkpoint, prompts_of(request, checkpoint.folder, tree, settings.max_out_tokens)
 
 
 def _config_folder(model: str, scratch: Path) -> Path:
@@ -209,13 +188,13 @@ def _measure(
     request: BenchRequest,
     llm: LLM,
     weights: RandomWeights,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[BenchPrompt],
     meter: Meter,
     start_s: float,
     held: tuple[int, int],
 ) -> BenchResult:
-    lengths = [len(prompt) for prompt in prompts]
-    predicted = llm.predict(lengths, request.new_tokens)
+    lengths, new_tokens = _lengths(prompts)
+    predicted = llm.predict(lengths, new_tokens)
     meter.note(f"predicted: {predicted}")
     meter.num_rows = len(prompts)
     forecast = Forecast(f"{predicted}", predicted.tokens_per_s, predicted.seconds, predicted.num_passes)
@@ -225,7 +204,7 @@ def _measure(
     )
     meter.begin("running")
     meter.begin_batch(len(prompts), len(prompts))
-    num_new, begin_s = _generate(llm, prompts, request.new_tokens, meter), meter.running_since_s
+    num_new, begin_s = _generate(llm, prompts, meter), meter.running_since_s
     assert begin_s is not None
     seconds = time.monotonic() - begin_s
     homed = list(zip(weights.blocks, llm.plan.homes, strict=True))
@@ -252,13 +231,19 @@ def _measure(
     )
 
 
-def _generate(llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int, meter: Meter) -> int:
+def _generate(llm: LLM, prompts: Sequence[BenchPrompt], meter: Meter) -> int:
     """Complete all prompts, and return the number of new tokens."""
-    rows: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    rows: list[Any] = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
+    params = [SamplingParams(max_new_tokens=prompt.new_tokens, ignore_eos=True) for prompt in prompts]
     num_new = 0
-    for completion in llm.stream(rows, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)):
+    for completion in llm.stream(rows, params):
         if completion.error is not None:
             raise JobError(f"prompt {completion.prompt_index + 1}: {completion.error}")
         num_new += len(completion.token_ids)
         meter.add_finished(1)
     return num_new
+
+
+def _lengths(prompts: Sequence[BenchPrompt]) -> tuple[list[int], list[int]]:
+    """Return the tokens of each prompt, and the new tokens of each."""
+    return [len(prompt.token_ids) for prompt in prompts], [prompt.new_tokens for prompt in prompts]

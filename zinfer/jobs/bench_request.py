@@ -24,7 +24,8 @@ class BenchRequest:
 
     Attributes:
         model: a folder with config.json, or a name in `KNOWN_MODELS`. Weights in the folder are not read.
-        new_tokens: generated after each prompt; end tokens do not end it.
+        new_tokens: generated after each prompt, unless a row of ``input`` sets ``max_new_tokens``; end tokens and the
+            row's other parameters do not end it.
         rows, prompt_len: random prompts, and the tokens of each.
         input: JSONL with the prompts instead.
         weights: a key of `WEIGHTS`; None: as config and config.json say.

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
-from zinfer.jobs.prompts import PromptReader
+from zinfer.jobs.prompts import Prompt, PromptReader
 from zinfer.jobs.row_sample import RowSample
 from zinfer.jobs.rows import BadRow, read_lines
 from zinfer.model.context_length import read_limits
@@ -24,13 +24,27 @@ _T = TypeVar("_T")
 def read_token_rows(
     prompts: Path, tokenizer: Path, model: PreTrainedModel, most_tokens: int | None, num_new_tokens: int = 1
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of each row, read like `zinfer run` does.
+    """Return the token ids of each row, read like `zinfer run` does; for arguments and errors see `read_prompts`."""
+    return [prompt.token_ids for prompt in read_prompts(prompts, tokenizer, model, most_tokens, num_new_tokens)]
+
+
+def read_prompts(
+    prompts: Path,
+    tokenizer: Path,
+    model: PreTrainedModel,
+    most_tokens: int | None,
+    num_new_tokens: int,
+    *,
+    generates: bool = False,
+) -> list[Prompt]:
+    """Return the rows of a file as prompts.
 
     Args:
         tokenizer: checkpoint folder with the tokenizer.
         model: rows must fit its positions and vocabulary.
         most_tokens: further limit for the length of a sequence.
         num_new_tokens: new tokens that must fit after each row.
+        generates: whether rows that set ``max_new_tokens`` get so many instead.
 
     Raises:
         ConfigError: a row is invalid or does not fit (names its line), or the model is not a generating decoder.
@@ -41,14 +55,15 @@ def read_token_rows(
             "leave the prompts out"
         )
     vocab_size, limits = model.config.get_text_config().vocab_size, read_limits(model, most_tokens)
-    found: list[tuple[int, ...]] = []
+    found: list[Prompt] = []
     reader = _reader_of(prompts, tokenizer, vocab_size, limits, num_new_tokens)
     for prompt in map(reader.read, read_lines(prompts)):
         if isinstance(prompt, BadRow):
             raise ConfigError(f"{prompts}: {prompt.message}; correct the row, or leave it out")
-        if problem := limits.problem(len(prompt.token_ids), num_new_tokens):
+        num_new = prompt.max_new_tokens if generates else num_new_tokens
+        if problem := limits.problem(len(prompt.token_ids), num_new):
             raise ConfigError(f"{prompts}: line {prompt.line}: {problem}")
-        found.append(prompt.token_ids)
+        found.append(prompt)
     return found
 
 
