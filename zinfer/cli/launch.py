@@ -131,7 +131,7 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
         )
         words = ["-m", "zinfer", *sys.argv[1:]]
         try:
-            with killing_silent_ranks(endings):
+            with killing_silent_ranks(endings, num_ranks, lambda: f"{kept()}; {_AGAIN}"):
                 elastic_launch(config, sys.executable)(*words)
         except SignalException as stopped:
             text, exit_code = f"{stopped.sigval.name}: stopped. {kept()}; {_AGAIN}.", 128 + stopped.sigval

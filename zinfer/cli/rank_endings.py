@@ -5,7 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,11 @@ from typing import Final
 
 import psutil
 
+from zinfer.ranks.environment import host_name
+from zinfer.ranks.sockets import SILENCE_S
+
+MOST_STOPPED_S: Final = SILENCE_S + 5
+"""In which the launcher lets the other ranks find one that is stopped: they know what it holds up."""
 LAUNCHER: Final = "ZINFER_RANK_ENDINGS"
 """Names the file; set by the launcher."""
 _MOST_WAIT_S: Final = 20.0
@@ -82,19 +88,33 @@ def first_cause(endings: Sequence[Ending]) -> Ending | None:
 
 
 @contextmanager
-def killing_silent_ranks(file: Path) -> Iterator[None]:
-    """Kill this process's ranks that others have noted as silent.
+def killing_silent_ranks(file: Path, num_ranks: int, kept: Callable[[], str]) -> Iterator[None]:
+    """Kill this process's ranks that others have noted as silent, or that have been stopped for long.
 
     A process that is stopped or hangs does not hear the launcher's SIGTERM, and the SIGKILL that follows comes late.
+    Ranks watch each other only from when they have joined until one is done with its work.
+
+    Args:
+        file: of `note_ending`.
+        kept: returns a message on what the same command can resume from.
     """
     over = threading.Event()
 
     def look() -> None:
+        ranks: dict[int, psutil.Process] = {}
+        num_looks: Counter[int] = Counter()  # not seconds: those in which the launcher itself was stopped do not count
         while not over.wait(_LOOK_S):
-            silent = {str(each.silent_rank) for each in read_endings(file)} - {str(None)}
-            for process in psutil.Process().children() if silent else ():
+            ranks = ranks if len(ranks) == num_ranks else _own_ranks()
+            silent = {each.silent_rank for each in read_endings(file)}
+            for rank, process in ranks.items():
                 with suppress(psutil.Error, ProcessLookupError):
-                    if process.environ().get("RANK") in silent:
+                    num_looks[rank] = num_looks[rank] + 1 if process.status() == psutil.STATUS_STOPPED else 0
+                    is_stopped = num_looks[rank] * _LOOK_S >= MOST_STOPPED_S
+                    if is_stopped and rank not in silent:
+                        host = host_name()
+                        text = f"error: rank {rank} on {host} was stopped for {MOST_STOPPED_S} s. {kept()}"
+                        note_ending(Ending(rank, host, text, 1, is_own=False, silent_rank=rank))
+                    if (is_stopped or rank in silent) and process.is_running():
                         os.killpg(process.pid, signal.SIGKILL)  # each rank has a session of its own
 
     looking = threading.Thread(target=look, name="zinfer-silent-ranks", daemon=True)
@@ -104,3 +124,13 @@ def killing_silent_ranks(file: Path) -> Iterator[None]:
     finally:
         over.set()
         looking.join()
+
+
+def _own_ranks() -> dict[int, psutil.Process]:
+    """Return the ranks that this process has started, by number."""
+    found = {}
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):
+            if (rank := process.environ().get("RANK", "")).isdecimal():
+                found[int(rank)] = process
+    return found
