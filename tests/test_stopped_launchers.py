@@ -1,7 +1,9 @@
-"""Ranks that are stopped while no other watches them, and a launcher that is stopped with them."""
+"""Ranks that are stopped while no other watches them, and launchers that are stopped with them or killed."""
 
 import os
+import signal
 import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Final
@@ -13,6 +15,7 @@ from jobs_support import letters_model, prompt_rows, write_rows
 from ranks_job_support import Job, ended
 
 import zinfer.cli.rank_endings
+from zinfer.cli.launch_folder import launch_folder
 
 STOPPED_S: Final = 2
 STOPPING: Final = """
@@ -72,3 +75,27 @@ def test_time_in_which_the_launcher_is_stopped_too_does_not_count(job: Job) -> N
         each.resume()
     [(code, _, said)] = ended([launcher])
     assert code == 0, said
+
+
+def test_the_folder_of_a_launcher_that_was_killed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    begun, go_on = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(go_on[1])  # it ends with its parent
+        with launch_folder():
+            os.write(begun[1], b".")
+            os.read(go_on[0], 1)
+        os._exit(0)
+    os.read(begun[0], 1)
+    [held] = tmp_path.iterdir()
+    (tmp_path / "zinfer-ranks-of-others").mkdir()
+    an_hour_ago_s = time.time() - 3600
+    os.utime(held, (an_hour_ago_s, an_hour_ago_s))
+    with launch_folder():
+        assert held.exists(), "its launcher lives"
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with launch_folder() as own:
+        assert {each.name for each in tmp_path.iterdir()} == {own.name, "zinfer-ranks-of-others"}
+    assert [each.name for each in tmp_path.iterdir()] == ["zinfer-ranks-of-others"]

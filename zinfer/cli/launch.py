@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final, NoReturn
 from uuid import uuid4
 
 import typer
 
 from zinfer.cli.ending import EXIT_ROWS_FAILED, EXIT_STOPPED, ending_signals, say
+from zinfer.cli.launch_folder import launch_folder
 from zinfer.cli.rank_endings import LAUNCHER, first_cause, killing_silent_ranks, read_endings
 from zinfer.errors import ConfigError
 from zinfer.ranks.announcing import announce
@@ -112,8 +112,8 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # the launcher reports each signal that it passes on
-    with TemporaryDirectory(prefix="zinfer-ranks-") as folder:
-        endings = Path(folder) / "endings.jsonl"
+    with launch_folder() as folder:
+        endings = folder / "endings.jsonl"
         endings.touch()
         os.environ[LAUNCHER] = str(endings)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each wait that is over is a warning
@@ -126,7 +126,7 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
             rdzv_endpoint=f"{_LOCAL}:0",
             max_restarts=0,
             local_addr=_LOCAL,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
             signals_to_handle=",".join(each.name for each in ending_signals()),
         )
         words = ["-m", "zinfer", *sys.argv[1:]]
