@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from itertools import accumulate
 from typing import Final
 
 import torch
@@ -13,11 +12,12 @@ from zinfer.nvme.pool import Pool
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Home, Tier
 from zinfer.offload.conversions import NUM_SLOTS, Conversions, TakeTensors
+from zinfer.offload.device_shares import DeviceShares
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.partition import WHOLE
 from zinfer.offload.ranks import Ranks
 from zinfer.offload.slots import Slot
-from zinfer.offload.source import DeviceSource, DiskSource, HostSource, PeerSource, Source
+from zinfer.offload.source import DeviceSource, DiskSource, HostSource, Source
 from zinfer.offload.stream import HostStream, drain
 from zinfer.offload.transfer import Target, Transfer
 from zinfer.offload.transfer_lane import TransferLane
@@ -59,8 +59,7 @@ class Homes:
         pulls: bool = False,
     ) -> None:
         self._ranks = ranks
-        self._pulls = pulls
-        self._ranges: dict[int, list[torch.Tensor]] = {}  # of all ranks, by block
+        self._shares: DeviceShares | None = None
         self._partition = WHOLE if ranks is None else ranks.partition
         self._scattered: list[tuple[Block, torch.Tensor]] = []
         self._gathered: list[tuple[Block, Slot]] = []
@@ -79,7 +78,10 @@ class Homes:
         self.loaded_bytes = 0
         begin_s = time.perf_counter()
         if pulls:
-            self._share([block for block, home in zip(blocks, homes, strict=True) if home.shared])
+            assert ranks is not None
+            self._shares = DeviceShares(
+                [block for block, home in zip(blocks, homes, strict=True) if home.shared], ranks
+            )
         with closing(Pool(1, "zinfer-pin")) as self._pins, closing(Pool(_NUM_COPIERS, "zinfer-copy")) as copiers:
             self._into_host = HostStream(copiers)
             try:
@@ -120,12 +122,8 @@ class Homes:
             self.sources[block.index] = self._disk_source(share, Tier.DISK)
         elif home.tier is Tier.HOST:
             self._place_on_host(block, share, home)
-        elif home.shared and self._pulls:
-            ranges = self._ranges[block.index]
-            own = ranges[self._partition.rank][: share.nbytes]
-            self.device_bytes += share.nbytes
-            self.sources[block.index] = PeerSource(ranges, self._partition.rank, self._stream)
-            self._fill_on_device(block, share, Slot.over(own, self._stream), own)
+        elif home.shared and self._shares is not None:
+            self._place_among_devices(block, share, self._shares)
         elif home.shared:
             slab = Slot.allocate(share.nbytes, self._stream)
             self.device_bytes += share.nbytes
@@ -139,16 +137,32 @@ class Homes:
             if self._ranks is not None:
                 self._gathered.append((block, slot))
 
-    def _share(self, blocks: Sequence[Block]) -> None:
-        """Allocate this rank's ranges, one after the other in one memory, and map the others'."""
-        assert self._ranks is not None
-        each = [self._partition.range_bytes(block.nbytes) for block in blocks]
-        shared = self._ranks.share(sum(each))
-        ends = list(accumulate(each))
-        self._ranges = {
-            block.index: [shared.of(rank)[end - nbytes : end] for rank in range(self._partition.size)]
-            for block, nbytes, end in zip(blocks, each, ends, strict=True)
-        }
+    def _place_among_devices(self, block: Block, share: Block, shares: DeviceShares) -> None:
+        """Fill what this rank keeps of a block that all ranks copy from each other's devices."""
+        own, source = shares.own(block), shares.source(block, self._stream)
+        if source is not None:
+            self.sources[block.index] = source
+        if own is None:
+            self._let_go(block)
+            return
+        self.device_bytes += own.nbytes
+        slot = Slot.over(own, self._stream)
+        if source is not None:
+            self._fill_on_device(block, share, slot, own)
+            return
+        self.resident[block.index] = slot.views(block.layout)
+        if block.conversion is None:
+            self._fill(block, block, Target(own, self._stream, slot.reusable_after), Tier.DISK)
+            self.bytes_to_device += block.nbytes
+        else:
+            self.loaded_bytes += self._conversions.begin(block, own)
+            self.bytes_to_device += block.conversion.layout.nbytes
+
+    def _let_go(self, block: Block) -> None:
+        """Free a block's weights in memory, which another rank keeps."""
+        stored = block.extents if block.conversion is None else block.conversion.extents
+        if not stored and self._take_tensors is not None:
+            self._take_tensors(block)
 
     def _fill_on_device(self, block: Block, share: Block, slot: Slot, place: torch.Tensor) -> None:
         """Start to fill ``place``, this rank's range of a block, within a slot."""
@@ -180,7 +194,7 @@ class Homes:
             self.loaded_bytes += self._transfers[-1].source.wire_bytes
             return
         assert self._take_tensors is not None, f"block {block.name} has bytes neither on disk nor in memory"
-        if self._ranks is None:
+        if self._ranks is None or share is block:
             block.layout.fill(target.memory, self._take_tensors(block))
             return
         slab = torch.empty(block.nbytes, dtype=torch.uint8)
@@ -202,6 +216,7 @@ class Homes:
         several = [block for block, _ in self._scattered]
         if not several:
             return
+        self._conversions.finish()  # of blocks that are this rank's as a whole
         own, num_begun = several[rank::size], 0
         slab = torch.empty(max(whole(block.nbytes) for block in several), dtype=torch.uint8, device=self._stream.device)
         part = torch.empty(len(slab) // size, dtype=torch.uint8, device=self._stream.device)
@@ -215,8 +230,8 @@ class Homes:
             is_own = number % size == rank
             if is_own:
                 self._conversions.finish_oldest()
-            elif block.conversion is not None and not block.conversion.extents and self._take_tensors is not None:
-                self._take_tensors(block)  # another rank converts it: let go of the module's own
+            else:
+                self._let_go(block)
             each_bytes = self._partition.range_bytes(block.nbytes)
             ranks.scatter(part[:each_bytes], slab[: whole(block.nbytes)] if is_own else None, number % size)
             home.copy_(part[: home.nbytes])

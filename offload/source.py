@@ -138,11 +138,11 @@ class DeviceSource(Source):
 
 
 class PeerSource(Source):
-    """A slab whose ranges lie in the memory of several devices: each is copied to its place, between the devices.
+    """A slab in the memory of other devices, or in parts on several: copied to its place, between the devices.
 
     Args:
-        ranges: of all ranks in their order, of one size (uint8).
-        rank: this one's place among them.
+        parts: of the slab in their order, of one size (uint8).
+        own: which of them is on this device; None: none.
         beside: the stream of the copy within the device, which goes on beside those between devices.
 
     Attributes:
@@ -154,19 +154,21 @@ class PeerSource(Source):
     num_parts = 1
     wire_bytes = 0
 
-    def __init__(self, ranges: Sequence[torch.Tensor], rank: int, beside: CopyStream) -> None:
-        self._ranges, self._rank, self._beside = ranges, rank, beside
+    def __init__(self, parts: Sequence[torch.Tensor], own: int | None, beside: CopyStream) -> None:
+        self._parts, self._own, self._beside = parts, own, beside
         self.pulled_bytes = 0
 
     def load(self, part: int, staging: StagingBuffer) -> Sequence["Future[None]"]:
-        raise AssertionError("ranges on devices pass through no staging slot")
+        raise AssertionError("what devices have passes through no staging slot")
 
     def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: StagingBuffer | None) -> None:
-        size, each = len(self._ranges), self._ranges[0].nbytes
-        self._beside.after(stream.mark())  # the target may be overwritten
-        for step in range(size):  # no two ranks begin with the same one
-            place = (self._rank + step) % size
-            within = target[place * each : (place + 1) * each]
-            (self._beside if step == 0 else stream).copy(within, self._ranges[place])
-        stream.after(self._beside.mark())
-        self.pulled_bytes += (size - 1) * each
+        size, each, own = len(self._parts), self._parts[0].nbytes, self._own
+        if own is not None:
+            self._beside.after(stream.mark())  # the target may be overwritten
+            self._beside.copy(target[own * each : (own + 1) * each], self._parts[own])
+        others = range(size) if own is None else [(own + step) % size for step in range(1, size)]
+        for place in others:  # no two ranks begin with the same one
+            stream.copy(target[place * each : (place + 1) * each], self._parts[place])
+        if own is not None:
+            stream.after(self._beside.mark())
+        self.pulled_bytes += len(others) * each

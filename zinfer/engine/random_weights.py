@@ -8,7 +8,7 @@ after `RandomWeights.leave_cache` the file is read with direct I/O like any chec
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -26,7 +26,7 @@ from zinfer.model.partition import ModelBlock
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.shorter_model import ShorterModel
 from zinfer.model.weight_matching import load_buffers
-from zinfer.nvme.aligned import align_down, align_up
+from zinfer.nvme.aligned import align_up
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.offload.block import Extent
 from zinfer.offload.partition import WHOLE, Partition
@@ -48,8 +48,7 @@ class RandomWeights:
         folder: where the file is written, and left.
         experts: how often a mixture's experts are chosen: "uniform", as random routers nearly do, or "zipf"
             (`zinfer.engine.routing`).
-        partition: of the slabs among ranks. Each writes only its ranges, into a file of its own with holes, and all
-            have the same numbers.
+        partition: of the slabs among ranks. Each writes a file of its own, of the same numbers.
         blocks: the blocks of the prepared model, in the model's order.
         file_bytes: bytes written.
     """
@@ -92,20 +91,13 @@ class RandomWeights:
         blocks = _aliased(prepared.blocks, self.file, num_bytes)
         if is_first:
             self.blocks = blocks
-            self.file_bytes = write_random(self.file, num_bytes, find_dtype(module), self._own_ranges(), cached=True)
+            self.file_bytes = write_random(self.file, num_bytes, find_dtype(module), cached=True)
         files = {self.file: FileIdentity.of(self.file)}
         return replace(prepared, checkpoint=replace(checkpoint, files=files), blocks=blocks)
 
     def leave_cache(self) -> None:
         """Let the system forget the file's pages, so that passes read them from the disk."""
         _forget_pages(self.file)
-
-    def _own_ranges(self) -> list[tuple[int, int]] | None:
-        """Return first and last bytes of this rank's ranges in the file; None: all of it."""
-        if self.partition.size == 1:
-            return None
-        places = [(block.block.extents[0].offset, self.partition.bounds(block.block.nbytes)) for block in self.blocks]
-        return [(at + begin, at + end) for at, (begin, end) in places]
 
 
 class RandomModel(PreparedModel):
@@ -117,7 +109,7 @@ class RandomModel(PreparedModel):
 
     @property
     def loaded(self) -> None:
-        """None: each rank has written its own ranges."""
+        """None: each rank has written all that it reads."""
         return None
 
     def take_to(self, device: torch.device) -> None:
@@ -143,14 +135,7 @@ def _aliased(blocks: Sequence[ModelBlock], file: Path, num_bytes: int) -> tuple[
     return tuple(found)
 
 
-def write_random(
-    file: Path,
-    num_bytes: int,
-    dtype: torch.dtype,
-    ranges: Sequence[tuple[int, int]] | None = None,
-    *,
-    cached: bool = False,
-) -> int:
+def write_random(file: Path, num_bytes: int, dtype: torch.dtype, *, cached: bool = False) -> int:
     """Write bytes that are finite numbers however a slab reads them, and flush them to the disk.
 
     They are normal numbers of standard deviation 0.02 in ``dtype`` whose lower bytes are masked: read as INT8 or INT4
@@ -160,7 +145,6 @@ def write_random(
         file: the new file, whose folder exists.
         num_bytes: its size, rounded up to 4,096.
         dtype: float32, float16 or bfloat16.
-        ranges: (begin, end) of the bytes to write, whole pages of 4,096; the others are holes. None: all.
         cached: whether its pages stay in the system's page cache.
 
     Returns:
@@ -169,46 +153,29 @@ def write_random(
     Raises:
         OSError: the disk failed, or has too little room.
     """
-    total = align_up(num_bytes, _ALIGNMENT_BYTES)
-    pages = _joined([(0, total)] if ranges is None else ranges)
-    needed, free = sum(end - begin for begin, end in pages), shutil.disk_usage(file.parent).free
-    if needed > free:
+    total, free = align_up(num_bytes, _ALIGNMENT_BYTES), shutil.disk_usage(file.parent).free
+    if total > free:
         raise OSError(
             errno.ENOSPC,
-            f"{human_bytes(needed)} of random weights are needed, the size of the largest block at least, and "
+            f"{human_bytes(total)} of random weights are needed, the size of the largest block at least, and "
             f"{human_bytes(free)} are free; state another folder as zero_optimization.offload_param.nvme_path",
             str(file),
         )
     piece = random_bytes(min(_PIECE_BYTES, total), dtype)
     with file.open("wb") as out:
-        out.truncate(total)
-        for begin, end in pages:
-            out.seek(begin)
-            for number in range(begin // len(piece), -(-end // len(piece))):
-                # Turned by whole words, so that no two pages of the file are equal and no drive stores them once.
-                turned, at = piece.roll(number * 8 * 1021), number * len(piece)
-                out.write(turned[max(begin - at, 0) : end - at].numpy().data)
+        for number in range(-(-total // len(piece))):
+            # Turned by whole words, so that no two pages of the file are equal and no drive stores them once.
+            out.write(piece.roll(number * 8 * 1021)[: total - number * len(piece)].numpy().data)
         out.flush()
         os.fsync(out.fileno())
     if not cached:
         _forget_pages(file)
-    return needed
+    return total
 
 
 def _forget_pages(file: Path) -> None:
     with file.open("rb") as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the whole pages of ranges, ascending, joined where they touch."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted((align_down(begin), align_up(end, _ALIGNMENT_BYTES)) for begin, end in ranges):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        elif begin < end:
-            found.append((begin, end))
-    return found
 
 
 def random_bytes(num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
