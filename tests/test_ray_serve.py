@@ -36,9 +36,11 @@ def url(model: Path) -> Iterator[str]:
         from deploy.ray_serve import Arguments, build
 
         serve.start(http_options={"port": port, "host": "127.0.0.1"})
+        os.environ["ZINFER_API_KEY"] = "a b"
         serve.run(build(Arguments(model=model, replicas=2, device="cpu")))
         yield f"http://127.0.0.1:{port}"
     finally:
+        os.environ.pop("ZINFER_API_KEY", None)
         sys.path.remove(str(ROOT))
         serve.shutdown()
         ray.shutdown()
@@ -50,9 +52,16 @@ def test_two_replicas_answer_as_one_model(url: str, model: Path) -> None:
     (deployment,) = serve.status().applications["default"].deployments.values()
     assert deployment.replica_states == {"RUNNING": 2}
     fields = {"max_tokens": 12, "temperature": 0}
-    with httpx.Client(base_url=url, timeout=120) as http:
+    with httpx.Client(base_url=url, timeout=120, headers={"authorization": "Bearer b"}) as http:
         found = [http.post("/v1/completions", json={"prompt": each, **fields}).json() for each in PROMPTS]
         assert [each["choices"][0]["text"] for each in found] == wanted
         assert http.post("/v1/completions", json={"prompt": 1}).status_code == 400
         stream = http.post("/v1/completions", json={"prompt": PROMPTS[0], "stream": True, **fields}).text
         assert stream.endswith("data: [DONE]\n\n")
+
+
+def test_nothing_is_answered_without_a_key(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=120) as http:
+        for path in ("/v1/models", "/openapi.json", "/docs", "/load"):
+            assert http.get(path).status_code == 401
+        assert "/v1/completions" in http.get("/openapi.json", headers={"authorization": "Bearer a"}).json()["paths"]
