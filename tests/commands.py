@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
@@ -93,6 +94,17 @@ class Forked:
 
 
 Process = Forked | subprocess.Popen[str]
+
+
+def kill_group(process: Process, number: signal.Signals) -> None:
+    """Send a signal to a process's group. A warm process makes it a moment after it was started."""
+    while True:
+        try:
+            os.killpg(process.pid, number)
+            return
+        except ProcessLookupError:
+            assert process.poll() is None, "it has ended"
+            time.sleep(0.001)
 
 
 def start(

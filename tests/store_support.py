@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Process, start
+from commands import Process, kill_group, start
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -113,7 +112,7 @@ class Quantizing:
         while not when():
             assert process.poll() is None, process.communicate()
             time.sleep(0.0005)
-        os.killpg(process.pid, number)
+        kill_group(process, number)
         said = process.communicate(timeout=100)[1]
         assert process.returncode is not None
         return process.returncode, said

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Process, start
+from commands import Process, kill_group, start
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 
 NUM_ROWS = 120
@@ -45,7 +45,7 @@ class Command:
         while not when():
             assert process.poll() is None, process.communicate()
             time.sleep(0.001)
-        os.killpg(process.pid, number)
+        kill_group(process, number)
         return process.communicate(timeout=60)[1]
 
 
