@@ -55,10 +55,6 @@ class DeviceShares:
                     end += each * size
         return places, end
 
-    def is_whole(self, block: Block) -> bool:
-        """Whether one rank has all of a block."""
-        return self._places[block.index].owner is not None
-
     def own(self, block: Block) -> torch.Tensor | None:
         """Return what this rank keeps of a block: memory for all of it, or for its range; None if others have it."""
         owner, begin = self._places[block.index]
