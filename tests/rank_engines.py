@@ -1,14 +1,16 @@
 """Engines that several ranks open, and what they compute beside one process alone."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 from checkpoints import random_prompts
 from family_models import Tensors, outputs_of
-from ranks_support import run_ranks
+from ranks_support import Failed, Ranks, run_ranks
 
 import zinfer
+from zinfer.errors import RankError
 from zinfer.offload.stats import RunStats
 
 Job = tuple[Path, dict[str, Any], Tensors]
@@ -57,3 +59,27 @@ def check_equal(jobs: list[Job], size: int, num_calls: tuple[int, ...]) -> None:
             assert outputs.keys() == wanted.keys()
             for name, tensor in wanted.items():
                 assert torch.equal(outputs[name], tensor), f"{job[0].name}, {job[1]}, rank {rank}: {name}"
+
+
+def calling(rank: int, job: Job, begun: Path) -> str:
+    """Calls until another rank fails, and returns what is said of it."""
+    folder, settings, _ = job
+    engine = zinfer.init_inference(folder, settings)
+    while True:
+        try:
+            with torch.no_grad():
+                engine(**inputs_of(rank))
+            (begun / str(rank)).touch()
+        except RankError as failure:
+            engine.destroy()
+            return str(failure)
+
+
+def check_lost(job: Job, begun: Path, lost: int, number: signal.Signals) -> None:
+    """One of two ranks gets a signal while both compute; the other one ends, and names it."""
+    with Ranks(2, calling, job, begun) as ranks:
+        ranks.wait_until(lambda: all((begun / str(rank)).exists() for rank in range(2)))
+        ranks.kill(lost, number)
+        said = ranks.results()[1 - lost] if number == signal.SIGKILL else ranks.result_of(1 - lost)
+    assert not isinstance(said, Failed)
+    assert f"rank {lost}" in said

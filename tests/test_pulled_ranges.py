@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import tiny_checkpoint
-from rank_engines import check_equal, computed, config, inputs_of
-from ranks_support import Failed, Ranks, run_ranks
+from rank_engines import check_equal, check_lost, computed, config, inputs_of
+from ranks_support import run_ranks
 
 import zinfer
-from zinfer.errors import RankError
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 NUM_LAYERS = 21  # one more than ranks keep as wholes
@@ -68,28 +66,10 @@ def test_a_rank_needs_no_thread_of_the_others(llama: Path, tmp_path: Path) -> No
     assert held / 2 < pulled < 4 * held, "half of what is divided, in two calls and ahead of a third"
 
 
-def calling(rank: int, folder: Path, settings: dict[str, Any], begun: Path) -> str:
-    """Calls until another rank fails, and returns what was said of it."""
-    engine = zinfer.init_inference(folder, settings)
-    while True:
-        try:
-            with torch.no_grad():
-                engine(**inputs_of(rank))
-            (begun / str(rank)).touch()
-        except RankError as failure:
-            engine.destroy()
-            return str(failure)
-
-
 @DEVICES
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_other(
     llama: Path, tmp_path: Path, lost: int, number: signal.Signals, device: str
 ) -> None:
-    with Ranks(2, calling, llama, divided(llama, device=device), tmp_path) as ranks:
-        ranks.wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
-        ranks.kill(lost, number)
-        found = ranks.result_of(1 - lost)
-    assert not isinstance(found, Failed)
-    assert f"rank {lost}" in found
+    check_lost((llama, divided(llama, device=device), {}), tmp_path, lost, number)

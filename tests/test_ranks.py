@@ -13,8 +13,8 @@ import torch
 from checkpoints import random_prompts, tiny_checkpoint, tiny_mixtral
 from engines import config_for
 from family_models import CASES, family_inputs, family_model, forward_inputs
-from rank_engines import Job, check_equal, computed, config, inputs_of
-from ranks_support import Failed, Ranks, run_ranks
+from rank_engines import Job, check_equal, check_lost, computed, config, inputs_of
+from ranks_support import Ranks, run_ranks
 from transformers import AutoModelForCausalLM
 
 import zinfer
@@ -172,35 +172,13 @@ def test_blocks_from_disk_host_and_device_mix(llama: Path, synchronous: bool) ->
     assert found[0][1] == found[1][1], "the same plan"
 
 
-def long_run(rank: int, folder: Path, begun: Path, device: str) -> float:
-    """Calls until another rank fails; returns how long this one took to raise after the last call began."""
-    engine = zinfer.init_inference(folder, config("nvme", device=device))
-    while True:
-        begin_s = time.monotonic()
-        try:
-            with torch.no_grad():
-                engine(**inputs_of(rank))
-            (begun / str(rank)).touch()
-        except RankError as failure:
-            took_s = time.monotonic() - begin_s
-            engine.destroy()
-            (begun / f"said-{rank}").write_text(str(failure))
-            return took_s
-
-
 @DEVICES
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_others(
     llama: Path, tmp_path: Path, lost: int, number: signal.Signals, device: str
 ) -> None:
-    with Ranks(2, long_run, llama, tmp_path, device) as ranks:
-        ranks.wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
-        ranks.kill(lost, number)
-        found = ranks.results() if number == signal.SIGKILL else ranks.result_of(1 - lost)
-    assert not isinstance(found, Failed)
-    said = (tmp_path / f"said-{1 - lost}").read_text()
-    assert f"rank {lost}" in said, said
+    check_lost((llama, config("nvme", device=device), {}), tmp_path, lost, number)
 
 
 def idle(rank: int, begun: Path) -> str:
