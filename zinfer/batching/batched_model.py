@@ -138,7 +138,7 @@ class BatchedModel:
         self._runner = PassRunner(self._model, self._cache, self._graphs)
         latency_s = settings.batching.max_token_latency_s
         pass_time = self._model.estimator.pass_time
-        self._estimator = JobEstimator(budget, window, token_bytes, pass_time, latency_s, self._model.num_in_step)
+        self._estimator = JobEstimator(budget, window, token_bytes, pass_time, latency_s, self._model.num_gathering)
         if (note := describe_unreachable(self._estimator)) is not None and not isinstance(lockstep, Follower):
             log.warning(note)
         self._speculation: Speculation | None = None

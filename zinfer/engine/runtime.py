@@ -190,8 +190,8 @@ class Runtime:
         )
 
     @property
-    def num_in_step(self) -> int:
-        """The number of ranks that make each pass together, since none can stream without the others."""
+    def num_gathering(self) -> int:
+        """The number of ranks that make each pass together, since none has a slab without the others; else 1."""
         return 1 if self._sharing is None or self._pulls else self._sharing.partition.size
 
     def serve_to_the_end(self) -> None:

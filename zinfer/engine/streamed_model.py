@@ -302,9 +302,9 @@ class StreamedModel:
         return (ended.time_s() if ended is not None and is_over else time.perf_counter()) - began_s
 
     @property
-    def num_in_step(self) -> int:
-        """As `Runtime.num_in_step`."""
-        return self._running().num_in_step
+    def num_gathering(self) -> int:
+        """As `Runtime.num_gathering`."""
+        return self._running().num_gathering
 
     @property
     def injected(self) -> dict[str, str]:

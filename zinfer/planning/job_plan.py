@@ -235,8 +235,8 @@ class SizedJob:
             budget = replace(budget, swaps_to_disk=True)
         latency_s = batching.max_token_latency_s
         copies = plan.is_on_devices and machine.rates.joins_devices  # as each rank likes
-        num_in_step = 1 if copies else case.mesh.zero
-        estimator = JobEstimator(budget, window, token_bytes, clock.pass_time, latency_s, num_in_step)
+        num_gathering = 1 if copies else case.mesh.zero
+        estimator = JobEstimator(budget, window, token_bytes, clock.pass_time, latency_s, num_gathering)
         return cls(case, batching, budget, plan, estimator)
 
     @property
