@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from checkpoints import tiny_checkpoint, tiny_mixtral
+from rank_engines import Job, calling
 from ranks_support import Failed, Ranks, run_ranks
-from test_ranks import long_run
 from test_tensor_parallel import IDS, Found, check_alike, computed, texts
 
 from zinfer.ranks.mesh import Mode
@@ -59,15 +59,16 @@ def test_every_mode_computes_what_one_process_does(folders: dict[Mode, Path], wi
             assert found[place][2].loaded_bytes < 0.8 * whole_bytes, (mode, homes)
 
 
-def over_nccl(rank: int, folder: Path, begun: Path) -> float:
+def over_nccl(rank: int, job: Job, begun: Path) -> str:
     by_nccl.start()
-    return long_run(rank, folder, begun, "cuda")
+    return calling(rank, job, begun)
 
 
 def test_a_killed_rank_ends_another_that_waits_in_nccl(folders: dict[Mode, Path], tmp_path: Path) -> None:
-    with Ranks(2, over_nccl, folders["zero"], tmp_path) as ranks:
+    job = (folders["zero"], config("zero", 2, "nvme"), {})
+    with Ranks(2, over_nccl, job, tmp_path) as ranks:
         ranks.wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
         ranks.kill(1, signal.SIGKILL)
-        found = ranks.result_of(0)
-    assert not isinstance(found, Failed)
-    assert "rank 1" in (tmp_path / "said-0").read_text()
+        said = ranks.result_of(0)
+    assert not isinstance(said, Failed)
+    assert "rank 1" in said
