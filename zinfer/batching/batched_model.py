@@ -62,6 +62,7 @@ class BatchedModel:
 
     Attributes:
         tokenizer, vocab_size, limits: as of `LLM`.
+        has_experts: whether tokens choose among experts, so that those that share a pass decide what kernels they get.
 
     Raises:
         ConfigError, CheckpointError, PlanError: as `LLM`.
@@ -124,7 +125,7 @@ class BatchedModel:
         self._open_builder(settings, tokenizer)
         device, vocab_size = self._model.device, self.vocab_size
         spec, folder = ModelSpec.read(self._model.module.config), settings.offload.nvme_path
-        token_bytes = spec.kv.token_bytes(budget.kv_dtype)
+        token_bytes, self.has_experts = spec.kv.token_bytes(budget.kv_dtype), spec.experts is not None
         if folder is not None and swaps_to_disk is None:
             swaps_to_disk = self._model.estimator.disk_spares_time(token_bytes)
         budget = replace(budget, swaps_to_disk=folder is not None and bool(swaps_to_disk))
@@ -278,6 +279,11 @@ class BatchedModel:
     def num_passes(self) -> int:
         """Passes launched so far."""
         return self._runner.num_passes
+
+    @property
+    def num_left_out(self) -> int:
+        """Passes that were not computed, since all their tokens were known."""
+        return self._batcher.num_left_out
 
     @property
     def num_running(self) -> int:

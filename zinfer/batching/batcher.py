@@ -16,6 +16,7 @@ from zinfer.batching.prompt_scorer import PromptScorer
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.request import Request
 from zinfer.batching.runner import PassRunner
+from zinfer.batching.running_request import RunningRequest
 from zinfer.batching.running_requests import Drawing, RunningRequests
 from zinfer.batching.stage_tokens import StageTokens
 from zinfer.batching.verification import rows_behind
@@ -50,6 +51,7 @@ class Batcher:
         pass_ends_s: when the tokens of each pass were on the host (`time.perf_counter`), without the pass under way.
         received_ids: the tokens taken last, of the pass before.
         meter: of all passes.
+        num_left_out: passes that were not computed, since all their tokens are known.
 
     Args:
         runner: runs the passes.
@@ -90,15 +92,21 @@ class Batcher:
         self._most_drawn = max(1, budget.num_sets - 1)  # before another pass is launched
         self._watch = FiniteWatch(runner.model.module, runner.model.named_layers)
         self._requests = RunningRequests(self._scheduler, cache, self._watch, speculation)
-        self.num_tokens = 0
+        self.num_tokens = self.num_left_out = 0
         self.pass_sizes: list[PassSize] = []
         self.pass_ends_s: list[float] = []
         self.received_ids: Sequence[int] = ()
         self.meter = PassMeter()
 
-    def begin(self) -> None:
-        """Forget the passes so far; no request may be unfinished."""
-        self._requests.begin()
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Forget the passes so far; no request may be unfinished.
+
+        Args:
+            requests: the first ones to come.
+        """
+        if self._requests.has_known:  # not all pages were computed
+            self._renew()
+        self._requests.begin(requests)
         self._drawn.clear()  # tokens for requests that had ended
         self.pass_sizes.clear()
         self.pass_ends_s.clear()
@@ -131,11 +139,11 @@ class Batcher:
         if self._lender is not None:
             self._lender.adjust(self._scheduler)
         scheduled = self._scheduler.schedule(order)
-        computed = None if scheduled is None else self._forward(scheduled)
+        computed = None if scheduled is None else self._launch(scheduled)
         is_due = len(self._drawn) == self._most_drawn or (scheduled is None and len(self._drawn) > 0)
         events = self._receive(self._drawn.popleft()) if is_due else []
-        if scheduled is not None and computed is not None:
-            self._drawn.append(self._draw(scheduled, *computed))
+        if scheduled is not None:
+            self._drawn.append(self._draw(scheduled, computed))
             self._scheduler.advance(scheduled)
         return [*before, *events]
 
@@ -153,8 +161,13 @@ class Batcher:
         return self._requests.cancel(requests)
 
     @property
+    def has_known(self) -> bool:
+        """As `RunningRequests.has_known`."""
+        return self._requests.has_known
+
+    @property
     def num_new_tokens(self) -> int:
-        """Tokens that requests have taken."""
+        """Tokens that requests have drawn and taken."""
         return self._requests.num_new_tokens
 
     @property
@@ -207,14 +220,21 @@ class Batcher:
         self._scheduler = self._budget.scheduler(self._window)
         self._requests.drop(self._scheduler)
 
-    def _forward(self, scheduled: Pass) -> tuple[torch.Tensor, PromptScorer | None]:
-        """Launch a pass; returns the logits of its samples, and what scores prompts in it."""
-        if not self._drawn:
-            self.meter.begin()
+    def _launch(self, scheduled: Pass) -> tuple[torch.Tensor, PromptScorer | None] | None:
+        """Swap pages, and launch a pass unless none of its tokens need be computed; returns as `_forward`."""
         for sequence, pages in scheduled.swapped_out:
             self._cache.swap_out(sequence.number, pages)
         for sequence, pages in scheduled.swapped_in:
             self._cache.swap_in(sequence.number, pages)
+        if self._requests.needs(scheduled.chunks):
+            return self._forward(scheduled)
+        self.num_left_out += 1
+        return None
+
+    def _forward(self, scheduled: Pass) -> tuple[torch.Tensor, PromptScorer | None]:
+        """Launch a pass; returns the logits of its samples, and what scores prompts in it."""
+        if not any(each.is_computed for each in self._drawn):
+            self.meter.begin()
         self._cache.expect(scheduled.chunks)
         pending = None
         if self._drawn and isinstance(drawn := self._drawn[-1].result, Drawn):
@@ -235,21 +255,30 @@ class Batcher:
         logits = self._runner.run(batch)
         return logits if form is None else logits[: len(scheduled.chunks)], None
 
-    def _draw(self, scheduled: Pass, logits: torch.Tensor, scorer: PromptScorer | None) -> Drawing:
-        """Draw the next tokens of the sequences that have not ended since the pass was scheduled."""
-        spans = scorer.spans if scorer is not None else ()
+    def _draw(self, scheduled: Pass, computed: tuple[torch.Tensor, PromptScorer | None] | None) -> Drawing:
+        """Draw the next tokens of the sequences that have not ended since the pass was scheduled.
+
+        Args:
+            computed: of `_forward`; None: all tokens are known.
+        """
         running = SequenceState.RUNNING  # looking the enum up for each sequence is slow
         sampling = list(compress(scheduled.chunks.sequences, scheduled.chunks.samples))
         sequences = [sequence for sequence in sampling if sequence.state is running]
         writing = self._requests.by_number
         rows = [writing[sequence.number] for sequence in sequences]
         guesses = [sequence.guesses for sequence in sequences] if scheduled.has_guesses else []
+        known = self._requests.known(rows, guesses)
+        if computed is None:
+            _find_ends(rows)
+            token_ids = torch.tensor([*known.values()], dtype=torch.int64, device=self._cache.device)
+            return Drawing(sequences, rows, Drawn(token_ids), self._watch.take(), (), guesses, known, is_computed=False)
+        logits, scorer = computed
+        spans = scorer.spans if scorer is not None else ()
         if self._tokens is not None and not self._tokens.is_last:
             self._watch.take()  # of this stage's layers: the last one says for all whether its own are broken
-            if matchers := [each.row.matcher for each in rows if each.row.matcher is not None]:
-                token_masks(matchers)  # finds the same ends as the last stage's
+            _find_ends(rows)
             found = self._tokens.expect()
-            return Drawing(sequences, rows, found, found, spans, guesses)
+            return Drawing(sequences, rows, found, found, spans, guesses, known)
         if len(sequences) < len(sampling):
             behind = [sequence for sequence in sampling for _ in range(1 + len(sequence.guesses))]
             places = [place for place, sequence in enumerate(behind) if sequence.state is running]
@@ -262,15 +291,21 @@ class Batcher:
         drawn = self._sampler.draw(logits, drawing, scores)
         looks = self._watch.take()
         if self._tokens is None:
-            return Drawing(sequences, rows, drawn, looks, spans, guesses)
+            return Drawing(sequences, rows, drawn, looks, spans, guesses, known)
         shared = self._tokens.share(drawn, looks)
-        return Drawing(sequences, rows, shared, shared, spans, guesses)
+        return Drawing(sequences, rows, shared, shared, spans, guesses, known)
 
     def _receive(self, drawn: Drawing) -> list[Event]:
         """Take the tokens of an earlier pass; returns the requests they complete, and the tokens of others."""
-        sampled = drawn.result.take()
+        sampled = drawn.take()
         self._runner.model.check_ranks()
         self.received_ids = sampled.token_ids
+        if drawn.is_computed:
+            self._note_end()
+        return self._requests.receive(drawn, sampled)
+
+    def _note_end(self) -> None:
+        """Note that a pass has ended."""
         self.pass_ends_s.append(time.perf_counter())
         size = self.pass_sizes[len(self.pass_ends_s) - 1]
         self.meter.end(size.num_tokens)
@@ -278,4 +313,9 @@ class Batcher:
             self._target.observe(size.num_tokens, self.pass_ends_s[-1] - self.pass_ends_s[-2])
         if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # the batcher has not been idle for days
             del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]
-        return self._requests.receive(drawn, sampled)
+
+
+def _find_ends(rows: Sequence[RunningRequest]) -> None:
+    """Find which outputs are over by their grammars, as drawing does."""
+    if matchers := [each.row.matcher for each in rows if each.row.matcher is not None]:
+        token_masks(matchers)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from torch import nn
@@ -178,6 +179,7 @@ class LLM(BatchedModel):
         owner: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
+        known: Mapping[int, Sequence[Sequence[int]]] = MappingProxyType({}),
         **fields: Any,
     ) -> Handle:
         """Encode prompts, as `generate` does, for `submit`.
@@ -187,6 +189,9 @@ class LLM(BatchedModel):
             is_background: the requests give way to others, whenever these are submitted.
             priority: of one owner's requests that wait, those of a lower number start first.
             owner: whose requests they are: those of several owners that wait take turns, by tokens.
+            known: by number of a prompt, the tokens of each of its completions from an equal call that was cut short.
+                These prompts take their places in the passes, so that the others get the same bits, but passes without
+                other prompts are not computed. Such a call shares its passes with no other call.
         """
         self._check_open()
         requests, refused = self._builder.build(
@@ -197,6 +202,7 @@ class LLM(BatchedModel):
             fields,
             deltas=deltas,
             precedence=Precedence(is_background, priority, owner),
+            known=known,
         )
         if deltas:
             return Handle(requests, [CompletionDelta.refused(each) for each in refused])

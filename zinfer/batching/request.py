@@ -5,6 +5,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from zinfer.errors import ConfigError
@@ -34,6 +35,7 @@ class SentRequest(NamedTuple):
     bad_word_ids: tuple[tuple[int, ...], ...]
     has_detokenizer: bool
     precedence: Precedence
+    known_ids: "array[int] | None"
 
 
 @dataclass(eq=False)
@@ -52,6 +54,8 @@ class Request:
         grammar: of its output; None if it has none.
         detokenizer: decodes its tokens one by one; None if only the completion is wanted.
         precedence: whether it starts before others.
+        known_ids: its tokens, if an earlier process has completed it: none is drawn; see [Note: known tokens] in
+            `known_tokens`.
     """
 
     prompt_index: int
@@ -65,13 +69,14 @@ class Request:
     grammar: Grammar | None = None
     detokenizer: Detokenizer | None = None
     precedence: Precedence = FIRST_COME
+    known_ids: "array[int] | None" = None
 
     @property
     def sent(self) -> SentRequest:
         """The request without its state, to be sent to other ranks; equal for equal requests."""
         place = self.prompt_index, self.sample_index, self.prompt_ids, self.params, self.seed
-        words = tuple(map(tuple, self.bad_word_ids))
-        return SentRequest(*place, self.end_token_ids, words, self.detokenizer is not None, self.precedence)
+        words, is_told = tuple(map(tuple, self.bad_word_ids)), self.detokenizer is not None
+        return SentRequest(*place, self.end_token_ids, words, is_told, self.precedence, self.known_ids)
 
 
 class RequestBuilder:
@@ -101,12 +106,14 @@ class RequestBuilder:
         *,
         deltas: bool = False,
         precedence: Precedence = FIRST_COME,
+        known: Mapping[int, Sequence[Sequence[int]]] = MappingProxyType({}),
     ) -> tuple[list[Request], list[Completion]]:
         """Return the requests of a call, and a completion with an error for each prompt that cannot be used.
 
         Args:
             deltas: whether each request gets a detokenizer.
             precedence: of all requests.
+            known: by number of a prompt, the tokens of each of its completions.
 
         Raises:
             ConfigError: as `LLM.generate`.
@@ -131,6 +138,9 @@ class RequestBuilder:
                         requests += self._samples(index, prompt, own, variables, num_seen, grammar, deltas, precedence)
                 except ConfigError as error:
                     refused += [Completion.failed(index, sample, str(error)) for sample in range(own.n)]
+        for request in requests:
+            if request.prompt_index in known:
+                request.known_ids = array("i", known[request.prompt_index][request.sample_index])
         return requests, refused
 
     def receive(self, sent: SentRequest) -> Request:
@@ -148,6 +158,7 @@ class RequestBuilder:
             self._grammar(sent.params, is_checked=True),
             self._detokenizer(sent.params, prompt_end, sent.has_detokenizer),
             sent.precedence,
+            sent.known_ids,
         )
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from zinfer.batching.known_tokens import EVERYTHING
 from zinfer.batching.request import Request
 from zinfer.requests.completion import Completion, not_finite
 from zinfer.requests.logprobs import Logprobs
@@ -17,17 +18,27 @@ class RunningRequest:
     Attributes:
         logprobs: of its tokens so far.
         prompt_logprobs: by position in the prompt, None where they are not known; None if nobody asks for them.
+        num_needed: tokens, from the first on, that are to be computed; see [Note: known tokens] in `known_tokens`.
     """
 
     request: Request
     sequence: Sequence
     row: Row
+    num_needed: int = EVERYTHING
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
 
     def __post_init__(self) -> None:
         if self.request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.sequence.prompt_ids)
+
+    def next_known(self, num_tokens: int) -> list[int]:
+        """Return its next tokens, if they are known, with any token behind the last one; else nothing."""
+        known_ids, begin = self.request.known_ids, len(self.sequence.output_ids)
+        if known_ids is None:
+            return []
+        found = known_ids[begin : begin + num_tokens].tolist()
+        return found + [0] * (num_tokens - len(found))
 
     def add_scores(self, begin: int, found: Iterable[Logprobs | None]) -> None:
         """Note the log-probabilities of the prompt's tokens from position ``begin`` on."""

@@ -1,11 +1,12 @@
 """`RunningRequests`: the requests under way, which take the tokens of each pass until they are complete."""
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
 from zinfer.batching.handle import Event, Token
+from zinfer.batching.known_tokens import EVERYTHING, count_needed
 from zinfer.batching.prompt_scorer import ScoredSpan
 from zinfer.batching.request import Request
 from zinfer.batching.running_request import RunningRequest
@@ -16,6 +17,7 @@ from zinfer.kv_cache.base import PageCache
 from zinfer.requests.completion import not_finite
 from zinfer.sampling.sampler import BROKEN, Row, Sampled, row_uniform
 from zinfer.sampling.structure import StructureMatcher
+from zinfer.scheduling.schedule import Chunks
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import Sequence as TokenSequence
 from zinfer.scheduling.sequence import SequenceState
@@ -24,8 +26,15 @@ from zinfer.scheduling.speculation import Speculation
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """The sequences that get a token in a pass, these tokens, on the device, the host or the last stage, the spans of
-    prompts whose scores come with them, and the guesses that they verify.
+    """The tokens of a pass.
+
+    Attributes:
+        sequences, rows: that get a token.
+        result: the tokens, on the device, the host or the last stage.
+        scored: spans of prompts whose scores come with them.
+        guesses: that they verify.
+        known: tokens that are known, by their places in the result, whose own are dropped.
+        is_computed: whether the pass was; it is not if it has known tokens alone.
     """
 
     sequences: Sequence[TokenSequence]
@@ -34,6 +43,15 @@ class Drawing:
     looks: Looked
     scored: Sequence[ScoredSpan] = ()
     guesses: Guesses = ()
+    known: Mapping[int, int] = field(default_factory=dict)
+    is_computed: bool = True
+
+    def take(self) -> Sampled:
+        """Wait for the tokens."""
+        sampled = self.result.take()
+        for place, token_id in self.known.items():
+            sampled.token_ids[place] = token_id
+        return sampled
 
 
 class RunningRequests:
@@ -44,7 +62,7 @@ class RunningRequests:
 
     Attributes:
         by_number: the requests, by the numbers of their sequences.
-        num_new_tokens: that were taken.
+        num_new_tokens: that were drawn and taken.
 
     Args:
         scheduler: of their sequences.
@@ -67,12 +85,23 @@ class RunningRequests:
         self._last_ids: set[int] = set()
         self._reads = self._tells = False
         self._suspects: dict[int, str] = {}  # restarted sequences, and where they broke
+        self._num_needed: dict[Request, int] = {}  # of those whose tokens are known
         self._num_added = 0
         self.num_new_tokens = 0
 
-    def begin(self) -> None:
-        """Forget what earlier requests could end by; none may be unfinished."""
+    @property
+    def has_known(self) -> bool:
+        """Whether the tokens of some requests since `begin` are known; see [Note: known tokens] in `known_tokens`."""
+        return bool(self._num_needed)
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Forget what earlier requests could end by; none may be unfinished.
+
+        Args:
+            requests: the first ones to come.
+        """
         assert not self.by_number
+        self._num_needed = count_needed(requests, self._cache.page_size)
         self._last_ids, self._reads, self._tells = {BROKEN}, False, False
 
     def drop(self, scheduler: Scheduler) -> None:
@@ -105,10 +134,33 @@ class RunningRequests:
             matcher = StructureMatcher(request.grammar, ends, request.stop_criteria.last_ids)
             self._matched.add(sequence.number)
         row = Row(params, sequence.prompt_ids, output_ids, ends, uniform_at, request.bad_word_ids, matcher)
-        self.by_number[sequence.number] = RunningRequest(request, sequence, row)
+        num_needed = self._num_needed.get(request, EVERYTHING)
+        self.by_number[sequence.number] = RunningRequest(request, sequence, row, num_needed)
         self._last_ids |= request.stop_criteria.last_ids
         self._reads |= request.stop_criteria.reads
         self._tells |= request.detokenizer is not None
+
+    def needs(self, chunks: Chunks) -> bool:
+        """Whether a pass must be computed for any of its chunks."""
+        if not self._num_needed:
+            return True
+        pairs, writing = zip(chunks.sequences, chunks.begins, strict=True), self.by_number
+        return any(begin < writing[sequence.number].num_needed for sequence, begin in pairs)
+
+    def known(self, rows: Sequence[RunningRequest], guesses: Guesses) -> dict[int, int]:
+        """Return the next tokens that are known, by their places among those of a pass.
+
+        Args:
+            guesses: of each request; empty if the pass has none.
+        """
+        found: dict[int, int] = {}
+        if self._num_needed:
+            begin = 0
+            for number, each in enumerate(rows):
+                end = begin + 1 + (len(guesses[number]) if guesses else 0)
+                found.update(zip(range(begin, end), each.next_known(end - begin), strict=False))
+                begin = end
+        return found
 
     def cancel(self, requests: Collection[Request]) -> list[Event]:
         """End those of the requests that are unfinished, between two passes; returns their completions so far."""
@@ -142,7 +194,8 @@ class RunningRequests:
             pairs = list(zip(found.sequences, found.token_ids, strict=True))
             broken = {each.number for each, token_id in pairs if token_id == BROKEN and each.number in writing}
             self._scheduler.receive(pair for pair in pairs if pair[1] != BROKEN)
-        self.num_new_tokens += len(found.rows) - len(broken)
+        num_known = sum(each.request.known_ids is not None for each in found.rows) if self._num_needed else 0
+        self.num_new_tokens += len(found.rows) - len(broken) - num_known
         for each, logprobs in zip(found.rows, found.logprobs, strict=True):
             if logprobs is not None:
                 each.logprobs.append(logprobs)
@@ -154,7 +207,7 @@ class RunningRequests:
                 if number not in restarted:
                     events.append(self._give_up(each))
             elif number in writing and (end := each.end()) is not None:
-                self.num_new_tokens -= not each.request.params.most_new_tokens
+                self.num_new_tokens -= each.request.known_ids is None and not each.request.params.most_new_tokens
                 events.append(self._finish(each, *end))
         return [*self._new_tokens(found, broken), *events] if self._tells else events
 

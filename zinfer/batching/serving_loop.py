@@ -203,8 +203,11 @@ class ServingLoop:
         self._begin(handle)
 
     def _begin(self, call: Call) -> None:
+        if self._handles and (self._batcher.has_known or any(each.known_ids is not None for each in call.requests)):
+            call.put(RuntimeError("a call with known tokens shares its passes with no other; wait for the one before"))
+            return
         if not self._handles:
-            self._batcher.begin()
+            self._batcher.begin(call.requests)
         for request in call.requests:
             self._handles[request] = call
             try:
