@@ -71,8 +71,11 @@ def test_a_chat_row_becomes_a_chat_completion(model: Path, tmp_path: Path, optio
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
     }
     response = {"status_code": 200, "request_id": f"req_{key}", "body": body}
-    assert row == {"id": f"batch_req_{key}", "custom_id": "c", "response": response, "error": None}
-    assert list(row) == ["id", "custom_id", "response", "error"]
+    token_ids = [own["token_ids"]]
+    assert row == {"id": f"batch_req_{key}", "custom_id": "c", "response": response, "error": None} | {
+        "token_ids": token_ids
+    }
+    assert list(row) == ["id", "custom_id", "response", "error", "token_ids"]
 
 
 @pytest.mark.sampled(2)

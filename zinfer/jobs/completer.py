@@ -35,13 +35,17 @@ class Completer(ABC):
         predicted_s: predicted seconds for the prompts completed so far.
         sizes: batch and cache sizes, kept for a run that resumes the job.
         num_pages: of the KV cache; 0 if it has none.
+        num_left_out: passes that were not computed, since they had only rows that are written.
+        most_under_way: rows that are computed at once, where no others are computed again after a crash; None: all of
+            a batch are.
     """
 
     def __init__(self, stats: Callable[[], RunStats], close: Callable[[], None]) -> None:
         self.stats, self.close = stats, close
         self.predicted_s = 0.0
         self.sizes: dict[str, int | str] = {}
-        self.num_pages = 0
+        self.num_pages = self.num_left_out = 0
+        self.most_under_way: int | None = None
         self._load = Load()
 
     def load(self) -> Load:
@@ -49,8 +53,12 @@ class Completer(ABC):
         return self._load
 
     def choose_batch_size(self, prompts: Sequence[Prompt]) -> int:
-        """Return the best batch size, judged by these first prompts; a killed job recomputes at most one batch."""
+        """Return the best batch size, judged by these first prompts."""
         return len(prompts)
+
+    def follows(self, prompt: Prompt) -> bool:
+        """Whether the row of a prompt is written, and takes its place in the passes without being computed again."""
+        return False
 
     @abstractmethod
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
@@ -101,14 +109,23 @@ class RaggedCompleter(Completer):
             **({"kv_cache_memory": budget.kv_bytes} if arguments[PAGES] is None else {PAGES: budget.num_pages}),
         }
         self.num_pages = budget.num_pages
+        self.most_under_way = None if self._llm.has_experts else budget.max_sequences
 
     def load(self) -> Load:
         llm = self._llm
         return Load(llm.num_passes, llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_swapped_pages)
 
+    def follows(self, prompt: Prompt) -> bool:
+        """See `Completer.follows`. With experts it is computed: it decides which other tokens its experts get."""
+        several = prompt.written_ids
+        if several is None or len(several) != prompt.params.n or self._llm.has_experts:
+            return False
+        return all(min(ids, default=0) >= 0 and max(ids, default=0) < self._llm.vocab_size for ids in several)
+
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
         """Simulate some rows, evenly spread, and extrapolate: simulating all of them would take long."""
-        fitting = [each for each in prompts if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
+        missing = (each for each in prompts if not self.follows(each))
+        fitting = [each for each in missing if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
         count = min(len(fitting), _MOST_SIMULATED)
         spread = (fitting[number * len(fitting) // count] for number in range(count))
         sequences = [prompt for prompt in spread for _ in range(prompt.params.n)]
@@ -133,17 +150,19 @@ class RaggedCompleter(Completer):
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, tuple[Completion, ...]], None, None]:
-        """See `Completer.complete`. All prompts are computed, since they share passes."""
+        """See `Completer.complete`. All prompts that are not followed are computed, since they share passes."""
         self._llm.reset_prefix_cache()
         found: defaultdict[int, list[Completion]] = defaultdict(list)
-        before = self._llm.num_new_tokens
+        before, num_left_out = self._llm.num_new_tokens, self._llm.num_left_out
         token_ids = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
-        with closing(self._llm.stream(token_ids, [prompt.params for prompt in prompts])) as stream:
+        known = {number: each.written_ids for number, each in enumerate(prompts) if self.follows(each)}
+        with closing(self._llm.stream(token_ids, [prompt.params for prompt in prompts], known=known)) as stream:
             for completion in stream:
                 index = completion.prompt_index
                 found[index].append(completion)
                 if len(found[index]) == prompts[index].params.n:
                     yield prompts[index], tuple(sorted(found.pop(index), key=lambda each: each.sample_index))
         self._rehearsal.note_passes()
+        self.num_left_out += self._llm.num_left_out - num_left_out
         if self._llm.num_new_tokens > before and not self._llm.is_following:
             self.predicted_s += self._llm.predict_passes().seconds

@@ -179,14 +179,17 @@ class ExecutionMode:
             JobError: the engine failed; names the rows being computed.
         """
         assert self.completer is not None
-        begin_s, meter, num_rows = time.monotonic(), self._meter, len(prompts)
+        begin_s, meter, completer = time.monotonic(), self._meter, self.completer
         if not self.computing_s:
-            num_begun = min(num_rows * self.num_shares, meter.num_rows)  # each group has a batch of its own
-            taking = f" ({duration(meter.predicted_row_s * num_begun)})" if meter.predicted_row_s else ""
-            fewer = "; written rows are not" if self._request.only_missing else "; written rows are kept"
-            meter.note(f"if stopped, at most {num_begun:,} rows are computed again{taking}{fewer}")
-        meter.begin_batch(len(missing), num_rows)
-        if num_again := num_rows - len(missing):
+            self._say_what_is_lost(completer, len(prompts))
+        num_followed, num_left_out = sum(map(completer.follows, prompts)), completer.num_left_out
+        meter.begin_batch(len(missing), len(prompts) - num_followed)
+        if num_followed:
+            meter.note(
+                f"{num_followed:,} written rows keep their places in the passes, so that the missing ones get the same "
+                "bytes as without the interruption; passes without missing rows are left out"
+            )
+        if num_again := len(prompts) - num_followed - len(missing):
             meter.note(
                 f"recomputing {num_again:,} finished rows with {len(missing):,} missing ones: they share passes, so "
                 "the missing rows get the same bytes as without the interruption; --only-missing leaves them out, and "
@@ -194,10 +197,24 @@ class ExecutionMode:
             )
         rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
         kept = f"The rows in {self._request.output} are kept"
-        with _job_errors(rows, kept), closing(self.completer.complete(prompts, missing)) as completed:
+        with _job_errors(rows, kept), closing(completer.complete(prompts, missing)) as completed:
             yield from completed
+        if num_followed:
+            meter.note(f"{completer.num_left_out - num_left_out:,} passes were left out")
         meter.end_batch()
         self.computing_s += time.monotonic() - begin_s
+
+    def _say_what_is_lost(self, completer: Completer, batch_size: int) -> None:
+        """Say how many rows are computed again if the job is stopped."""
+        meter, most = self._meter, batch_size
+        if completer.most_under_way is not None:
+            most = min(most, completer.most_under_way)
+        most = min(most * self.num_shares, meter.num_rows)  # each group has a batch of its own
+        if completer.most_under_way is not None or self._request.only_missing:
+            meter.note(f"if stopped, at most {most:,} rows under way are computed again; written rows are not")
+            return
+        taking = f" ({duration(meter.predicted_row_s * most)})" if meter.predicted_row_s else ""
+        meter.note(f"if stopped, at most {most:,} rows are computed again{taking}; written rows are kept")
 
     def close_timeline(self) -> list[Moment]:
         """Stop the timeline and return its moments; empty without a report or if nothing was computed."""

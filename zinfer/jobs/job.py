@@ -88,8 +88,8 @@ def run_job(
         max_new_tokens: for "generate": default for rows that do not set it; None: 128, or fewer if the model's context
             leaves less.
         batch_size: rows that share passes; the next batch starts when all of them are complete. It affects the rows'
-            bytes, and bounds what is recomputed after a crash. By default 4,096, or fewer so that a batch takes ten
-            minutes at most; 32 for models that need padded batches.
+            bytes. By default 4,096, or fewer so that a batch takes ten minutes at most; 32 for models that need padded
+            batches.
         restart: discard the rows of an earlier job in `output`, even one with other settings.
         trace: a file for a Perfetto trace of reads, copies and computes, written when the job ends.
         report: path of an HTML page that charts the job over time, written when it ends.
@@ -97,8 +97,9 @@ def run_job(
             all labels). For the last two, rows may have only a prompt and an id.
         pooling: for "embed": "mean" over the tokens, "cls", the first token, or "last".
         fast: choose what is predicted to be faster though it rounds otherwise, as ``zinfer.optimize`` "speed".
-        only_missing: of a batch that an earlier run left unfinished, compute only the rows that `output` lacks. They
-            then share passes with fewer rows, and may differ in last bits from those of an undisturbed run.
+        only_missing: leave rows that `output` has out of a batch that an earlier run left unfinished, also where they
+            would be computed again: in mixtures of experts, padded batches and encoders. The missing ones then share
+            passes with fewer rows, and may differ in last bits from those of an undisturbed run.
         console: where to show progress; None shows nothing.
 
     Raises:
@@ -190,8 +191,11 @@ class _Job:
             self._sample = RowSample.read(self._reader)  # before another thread encodes
         if mode.judges_batch_size and not out.is_begun:
             self._choose_batch_size()
-        responses = OpenAIResponses(self._manifest.began, self._manifest.model_name, self._tokenizer)
-        cutter = BatchCutter(self._reader, states, mode.batch_size, only_missing=self._request.only_missing)
+        responses = OpenAIResponses(
+            self._manifest.began, self._manifest.model_name, self._tokenizer, has_token_ids=True
+        )
+        is_partial, written = self._request.only_missing, out.token_ids_of
+        cutter = BatchCutter(self._reader, states, mode.batch_size, only_missing=is_partial, written=written)
         batches = BatchSource(prefetch_iter(cutter))
         with closing(RowWriter(out, meter.add_finished)) as writer, closing(batches) as source:
             records = Records(responses, writer.put, states)

@@ -23,11 +23,12 @@ class OpenAIResponses:
         began: start of the job, ``created`` in every row, so that a resumed job writes the same bytes.
         model_name: default for rows that name no model.
         tokenizer: used only by the calling thread.
+        has_token_ids: whether rows have the tokens of their choices, beside OpenAI's fields.
     """
 
-    def __init__(self, began: datetime, model_name: str, tokenizer: Any) -> None:
+    def __init__(self, began: datetime, model_name: str, tokenizer: Any, *, has_token_ids: bool = False) -> None:
         self._created = int(began.timestamp())
-        self._model_name = model_name
+        self._model_name, self._has_token_ids = model_name, has_token_ids
         self._tokenizer = tokenizer
         self._choices = OpenAIChoices(tokenizer)
 
@@ -52,7 +53,8 @@ class OpenAIResponses:
             ],
             "usage": usage(len(prompt.token_ids), sum(len(each.token_ids) for each in completions)),
         }
-        return _row(prompt.row.id, 200, body)
+        row = _row(prompt.row.id, 200, body)
+        return {**row, "token_ids": [list(each.token_ids) for each in completions]} if self._has_token_ids else row
 
     def _with_calls(self, choice: dict[str, Any], prompt: Prompt, form: OpenAIForm) -> dict[str, Any]:
         """Return a choice with the calls of tools that its text holds, whose ids are the same in every run."""

@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Any, Final
 from zinfer.errors import JobError
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
-from zinfer.jobs.records import encode_row, read_record
+from zinfer.jobs.records import encode_row, read_record, read_token_ids
 from zinfer.jobs.request import UnusableInput, manifest_path
 from zinfer.jobs.rows import RowState
 from zinfer.nvme.whole_file import sync_folder
 
 _MOST_AT_ONCE: Final = 4096
+_READ_BYTES: Final = 1 << 14
 
 
 class OutputFile:
@@ -41,6 +43,7 @@ class OutputFile:
         self.is_begun = False
         self._manifest_path = manifest_path(path)
         self._size_bytes = 0
+        self._begins = array("q")  # [num_rows] where the row of each ordinal begins, as of `resume`; -1: nowhere
         self._created = not path.exists()
         self._descriptor = self._open_locked()
         try:
@@ -99,6 +102,7 @@ class OutputFile:
             UnusableInput: this job cannot have written one of the lines.
         """
         states, whole_bytes, ordinal = bytearray(index.num_rows), 0, -1
+        self._begins = array("q", [-1]) * index.num_rows
         with open(os.dup(self._descriptor), "rb") as file:
             file.seek(0)
             for number, line in enumerate(file, start=1):
@@ -113,7 +117,7 @@ class OutputFile:
                         f"output {self.path} line {number} holds {error}: it was changed since. Remove the lines from "
                         "there on (their rows are computed again) or use --restart"
                     ) from error
-                states[ordinal] = state
+                states[ordinal], self._begins[ordinal] = state, whole_bytes
                 whole_bytes += len(line)
         torn_bytes = os.fstat(self._descriptor).st_size - whole_bytes
         if torn_bytes:
@@ -121,6 +125,22 @@ class OutputFile:
         self._size_bytes = whole_bytes
         self.is_begun = True
         return states, torn_bytes
+
+    def token_ids_of(self, ordinal: int) -> tuple[tuple[int, ...], ...] | None:
+        """Return the tokens of each completion in a row that `resume` found; None if it does not have them.
+
+        Raises:
+            JobError: the file cannot be read.
+        """
+        begin, line = self._begins[ordinal], b""
+        try:
+            while not line.endswith(b"\n"):
+                part = os.pread(self._descriptor, _READ_BYTES, begin + len(line))
+                assert part, "a line without an end"
+                line += part[: part.find(b"\n") + 1 or None]
+        except OSError as error:
+            raise JobError(f"output {self.path} cannot be read: {error.strerror} (errno {error.errno})") from error
+        return read_token_ids(json.loads(line))
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows and sync them to disk.

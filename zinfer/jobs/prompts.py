@@ -28,12 +28,14 @@ class Prompt:
     """A row ready to compute, from the input's line ``line``.
 
     ``params`` have the row's seed, or one derived from its id. ``bad_word_ids``: the tokens of each of its bad words.
+    ``written_ids``: the tokens of each of its completions, if the output has them.
     """
 
     row: Row
     token_ids: tuple[int, ...]
     line: int
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    written_ids: tuple[tuple[int, ...], ...] | None = None
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -109,7 +111,7 @@ class Batch:
     """Neighbouring rows of the input, at most `batch_size` of them prompts.
 
     missing: rows that the output lacks, in input order, each with its ordinal.
-    prompts: prompts computed together, including those already done, so that results stay the same, unless only missing
+    prompts: prompts that share passes, including those already done, so that results stay the same, unless only missing
         ones are wanted. Empty if only error rows are missing.
     """
 
@@ -123,11 +125,20 @@ class BatchCutter:
     Args:
         states: [num_rows] RowState by ordinal.
         only_missing: leave rows that the output has out of the batches.
+        written: returns the tokens of a row that is done, by ordinal, as `Prompt.written_ids`.
     """
 
-    def __init__(self, reader: PromptReader, states: bytearray, batch_size: int, *, only_missing: bool = False) -> None:
+    def __init__(
+        self,
+        reader: PromptReader,
+        states: bytearray,
+        batch_size: int,
+        *,
+        only_missing: bool = False,
+        written: Callable[[int], tuple[tuple[int, ...], ...] | None] = lambda ordinal: None,
+    ) -> None:
         self._reader, self._states, self._batch_size = reader, states, batch_size
-        self._only_missing = only_missing
+        self._only_missing, self._written = only_missing, written
 
     def __iter__(self) -> Iterator[Batch]:
         rows: list[tuple[int, Line, Prompt | BadRow | None]] = []  # None: in the output already
@@ -161,9 +172,16 @@ class BatchCutter:
             return
         prompts: tuple[Prompt, ...] = ()
         if any(isinstance(item, Prompt) for _, item in missing):
-            items = (self._reader.read(line) if item is None else item for _, line, item in rows)
+            items = (self._again(ordinal, line) if item is None else item for ordinal, line, item in rows)
             prompts = tuple(item for item in items if isinstance(item, Prompt))
         yield Batch(missing, prompts)
+
+    def _again(self, ordinal: int, line: Line) -> Prompt | BadRow:
+        """Return the prompt of a row that the output has."""
+        item = self._reader.read(line)
+        if not isinstance(item, Prompt) or self._states[ordinal] != RowState.DONE:
+            return item
+        return replace(item, written_ids=self._written(ordinal))
 
 
 def prefetch_iter(items: Iterable[_T]) -> Generator[_T, None, None]:

@@ -137,6 +137,22 @@ def read_record(record: Any) -> tuple[RowId, bool]:
     raise ValueError("no row with an id")
 
 
+def read_token_ids(record: Mapping[str, Any]) -> tuple[tuple[int, ...], ...] | None:
+    """Return the tokens of each completion in an output row; None if it does not have them."""
+    match record:
+        case {"custom_id": _, "token_ids": list(several)}:
+            pass
+        case {"outputs": [*outputs]}:
+            several = [each.get("token_ids") if isinstance(each, dict) else None for each in outputs]
+        case {"token_ids": ids}:
+            several = [ids]
+        case _:
+            return None
+    if not all(isinstance(ids, list) and all(type(each) is int for each in ids) for ids in several):
+        return None
+    return tuple(map(tuple, several))
+
+
 def _error(row_id: RowId, message: str) -> dict[str, Any]:
     return {"id": row_id, "error": message}
 
