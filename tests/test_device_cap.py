@@ -44,7 +44,7 @@ def least_bytes(error: PlanError) -> int:
 def capped(outline: Outline, cap: int | None, **keys: Any) -> Case:
     settings = resolve_settings({"zinfer": {"max_device_memory": cap, **keys}})
     machine = machine_with(CARD_BYTES, 10**11)
-    return Case(outline, replace(machine, limits=machine.limits.stated(settings.memory)), settings)
+    return Case(outline, replace(machine, limits=machine.limits.stated(settings.memory, CARD_BYTES, 10**11)), settings)
 
 
 def batch_parts(outline: Outline, cap: int | None) -> DeviceParts:

@@ -1,15 +1,19 @@
 """`zinfer.max_host_memory` bounds weights, staging slots, the KV cache in host memory, and swapped pages."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from checkpoints import random_prompts, tiny_checkpoint
+from engines import loaded
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from jobs_support import letters_model, prompt_rows, write_rows
 
 from zinfer import LLM, SamplingParams
 from zinfer.errors import PlanError
@@ -76,3 +80,25 @@ def test_any_cap_is_kept_or_refused(folder: Path, cap: int, tier: str, on_disk: 
         found = planned_bytes(least)
     assert found <= least
     assert cap <= least
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_cap_above_what_is_free_is_allowed_and_said(
+    folder: Path, tier: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = "zinfer.max_host_memory is 800.00 TB, more than the "
+    with LLM(folder, device="cpu", max_host_memory="800TB", kv_cache_tier=tier, **PAGES) as llm:
+        assert llm.generate([{"prompt_token_ids": [5, 6]}], max_new_tokens=2)[0].error is None
+    with loaded(folder, max_host_memory="800TB") as engine:
+        assert engine.plan.host_bytes < 800 * 10**12
+    assert caplog.text.count(said) == 2
+
+
+def test_a_job_says_that_a_cap_is_above_what_is_free(tmp_path: Path) -> None:
+    letters_model(tmp_path / "model", num_layers=2)
+    write_rows(tmp_path / "in.jsonl", prompt_rows(3))
+    (tmp_path / "ds.json").write_text('{"zinfer": {"device": "cpu", "max_host_memory": "800TB"}}')
+    command = ["run", "--model", "model", "--input", "in.jsonl", "--output", "out.jsonl", "--config", "ds.json"]
+    done = subprocess.run([sys.executable, "-m", "zinfer", *command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "zinfer.max_host_memory is 800.00 TB, more than the " in " ".join(done.stderr.split())

@@ -156,6 +156,26 @@ def check_refused(result: Result, *words: str) -> None:
     assert all(word in result.stderr for word in words), result.stderr
 
 
+def test_a_budget_above_what_a_machine_has_is_said_and_does_not_replace_it(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    batch = ("--machine", "rtx4090", "--batch-size", "4", "--prompt-len", "64", "--new-tokens", "8", "--json")
+
+    def planned(host: str | None, *options: str) -> tuple[int, str]:
+        config.write_text(json.dumps({"zinfer": {"max_host_memory": host} if host else {}}))
+        result = zinfer_plan("llama-3-70b", *batch, "--config", str(config), *options)
+        return document(result)["memory"]["host_bytes"], " ".join(result.stderr.split())
+
+    host_bytes, said = planned("300GB")
+    assert 50 * 10**9 < host_bytes <= 64 * 10**9, "the preset's 64 GB"
+    assert said == (
+        "zinfer: zinfer.max_host_memory is 300.00 GB, more than the 64.00 GB that there are for it: these are planned "
+        "with; --host-memory states what the host of a preset has"
+    )
+    host_bytes, said = planned("300GB", "--host-memory", "512GB")
+    assert (host_bytes > 64 * 10**9, said) == (True, "")
+    assert planned("60GB")[0] > planned(None)[0] > planned("30GB")[0]
+
+
 def test_what_cannot_be_planned_is_refused_in_words(checkpoint: Path, tmp_path: Path) -> None:
     large = write_config(tmp_path / "large", CONFIGS["OPT-175B"])
     check_refused(

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zinfer.cli.ending import importing
+from zinfer.cli.ending import importing, say
 from zinfer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -103,4 +103,6 @@ def open_case(model: Path, config: Path | None, options: MachineOptions, paralle
         raise
     check_settings(outline, settings)
     machine = machine or this_machine(settings, outline.files)
+    for line in machine.limits.overstated(settings.memory, machine.device_memory_bytes):
+        say(line if options.preset is None else f"{line}; --host-memory states what the host of a preset has")
     return Case(outline, machine, settings)

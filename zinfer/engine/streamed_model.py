@@ -43,7 +43,6 @@ from zinfer.probe.limits import MachineLimits, choose_device, find_limits, free_
 from zinfer.ranks.group import RankGroup, join_group
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import ModelRanks
-from zinfer.units import human_bytes
 
 log = logging.getLogger(__name__)
 
@@ -185,12 +184,8 @@ class StreamedModel:
         if ranks is not None:
             several = ranks.exchange((limits, free_bytes))
             limits, free_bytes = limits.least(each for each, _ in several), min(each for _, each in several)
-        if limits.cap_bytes is not None and limits.cap_bytes > free_bytes:
-            log.warning(
-                "zinfer.max_device_memory is %s, more than the %s that are free: these are planned with",
-                human_bytes(limits.cap_bytes),
-                human_bytes(free_bytes),
-            )
+        for line in limits.overstated(self.settings.memory, free_bytes):
+            log.warning("%s", line)
 
         def reserved(within: MachineLimits) -> Footprint | None:
             return find_reserve(self.module, prepared.blocks, within, free_bytes) if find_reserve else None

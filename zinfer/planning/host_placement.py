@@ -117,7 +117,11 @@ class HostPlanner:
                 given, needed = given + swap_bytes, max(grown, needed + swap_bytes)
         if kv_bytes:
             needs += f", and {human_bytes(kv_bytes)} of KV cache; lower zinfer.kv_cache_memory"
-        what = what if getattr(self.settings.memory, key) is None else f"zinfer.{key}"
+        stated_bytes = getattr(self.settings.memory, key)
+        if stated_bytes is not None:
+            what = f"zinfer.{key}"
+            if given + kv_bytes != stated_bytes:
+                what = f"what there is of {what} ({human_bytes(stated_bytes)})"
         return PlanError(
             f"{what} is {human_bytes(given + kv_bytes)}; at least {needed + kv_bytes} bytes "
             f"({human_bytes(needed + kv_bytes)}) are needed: {needs}"

@@ -188,7 +188,7 @@ class _Planner:
         """Return the error, with remedies. Names budget keys only if they were stated."""
         largest = max(self.blocks, key=lambda block: block.nbytes)
         what, remedies = "the device memory for weights", []
-        if self.settings.memory.max_weight_memory is not None:
+        if self.settings.memory.max_weight_memory == self.limits.device_bytes:
             what, remedies = "zinfer.max_weight_memory", ["raise it"]
         if self.num_slots > 1 and largest.nbytes <= budget:
             remedies.append("lower zinfer.num_slots" if self.settings.num_slots else "set zinfer.num_slots to 1")

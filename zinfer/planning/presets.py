@@ -158,11 +158,13 @@ def find_preset(name: str, settings: Settings, stated: StatedMachine = AS_IT_IS)
     Raises:
         ConfigError: there is no such preset (names the nearest), or the configuration asks for a CPU.
     """
-    machine = PRESETS[find_data_sheet(name).name]
+    sheet = find_data_sheet(name)
+    machine = PRESETS[sheet.name]
     if settings.device == "cpu":
         raise ConfigError(f'zinfer.device is "cpu", but --machine {name} is a GPU; remove one of the two')
-    machine = stated.applied_to(machine)
-    return replace(machine, limits=machine.limits.stated(settings.memory))
+    machine, host_bytes = stated.applied_to(machine), stated.host_bytes or int(sheet.host_bytes)
+    limits = machine.limits.stated(settings.memory, machine.device_memory_bytes, host_bytes)
+    return replace(machine, limits=limits)
 
 
 def this_machine(settings: Settings, files: Sequence[Path] | None) -> Machine:

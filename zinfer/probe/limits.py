@@ -1,7 +1,7 @@
 """The device of a run, and its memory budgets: stated in the configuration, or shares of free memory."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -11,6 +11,7 @@ import torch
 
 from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError
+from zinfer.units import human_bytes
 
 # Shares of free memory for weights; the rest is for activations, the KV cache and other uses of the host.
 _DEVICE_SHARE: Final = 0.8
@@ -55,16 +56,50 @@ class MachineLimits:
             pinned_bytes=min(each.pinned_bytes for each in several),
         )
 
-    def stated(self, memory: Memory) -> "MachineLimits":
-        """Apply the budgets of the configuration; all host memory may be pinned unless it states less."""
-        host_bytes = self.host_bytes if memory.max_host_memory is None else memory.max_host_memory
+    def stated(self, memory: Memory, free_device_bytes: int, free_host_bytes: int) -> "MachineLimits":
+        """Apply the budgets of the configuration: each is a maximum, and so is what there is.
+
+        All host memory may be pinned unless less is stated.
+
+        Args:
+            memory: the budgets.
+            free_device_bytes, free_host_bytes: what there is for them.
+        """
+        host_bytes = _within(memory.max_host_memory, free_host_bytes, self.host_bytes)
         return replace(
             self,
-            device_bytes=self.device_bytes if memory.max_weight_memory is None else memory.max_weight_memory,
+            device_bytes=_within(memory.max_weight_memory, free_device_bytes, self.device_bytes),
             host_bytes=host_bytes,
-            pinned_bytes=host_bytes if memory.max_pinned_memory is None else memory.max_pinned_memory,
+            pinned_bytes=_within(memory.max_pinned_memory, host_bytes, host_bytes),
             cap_bytes=memory.max_device_memory,
         )
+
+    def overstated(self, memory: Memory, free_device_bytes: int) -> Iterator[str]:
+        """Yield a line for each budget of the configuration that is above what there is for it.
+
+        Args:
+            memory: the budgets, which were applied to these limits.
+            free_device_bytes: free device memory, whatever the cap.
+        """
+        num = self.num_sharing
+        there_are = {
+            "max_device_memory": free_device_bytes,
+            "max_weight_memory": self.device_bytes,
+            "max_host_memory": self.host_bytes * num,
+            "max_pinned_memory": self.pinned_bytes * num,
+        }
+        for key, nbytes in there_are.items():
+            stated_bytes = getattr(memory, key)
+            if stated_bytes is not None and stated_bytes - nbytes >= num:  # less is lost where processes divide it
+                yield (
+                    f"zinfer.{key} is {human_bytes(stated_bytes)}, more than the {human_bytes(nbytes)} that there are "
+                    "for it: these are planned with"
+                )
+
+
+def _within(stated_bytes: int | None, free_bytes: int, usual_bytes: int) -> int:
+    """Return a stated maximum as far as there is so much, or the usual budget without one."""
+    return usual_bytes if stated_bytes is None else min(stated_bytes, free_bytes)
 
 
 def choose_device(settings: Settings) -> torch.device:
@@ -82,22 +117,25 @@ def choose_device(settings: Settings) -> torch.device:
 
 
 def find_limits(settings: Settings, num_sharing: int = 1) -> MachineLimits:
-    """Return the stated budgets; the others are shares of the memory that is free now.
+    """Return the stated budgets, at most what is free now; the others are shares of it.
+
+    On a CPU, whose memory holds both, that is for the host what the weights on the device leave of the usual shares.
 
     Args:
         num_sharing: processes on this host that divide its memory. Budgets of host memory, stated ones too, are for all
             of them; those of device memory are for each, except unstated ones on a CPU.
     """
-    device = choose_device(settings)
-    free_host = free_host_bytes()
+    device, memory, free_host = choose_device(settings), settings.memory, free_host_bytes()
     if device.type == "cuda":
-        device_bytes, host_bytes = int(_free_on(device) * _DEVICE_SHARE), int(free_host * HOST_SHARE)
+        most_device, most_host = _free_on(device), free_host
+        device_bytes, host_bytes = int(most_device * _DEVICE_SHARE), int(free_host * HOST_SHARE)
     else:
         host_bytes = int(free_host * _CPU_SHARE)
-        device_bytes = host_bytes // num_sharing
-    limits = MachineLimits(device, device_bytes, host_bytes, host_bytes, num_sharing=num_sharing).stated(
-        settings.memory
-    )
+        device_bytes, most_device = host_bytes // num_sharing, free_host // num_sharing
+        beside_weights = int(free_host * HOST_SHARE) - num_sharing * (memory.max_weight_memory or device_bytes)
+        most_host = max(host_bytes, beside_weights)
+    limits = MachineLimits(device, device_bytes, host_bytes, host_bytes, num_sharing=num_sharing)
+    limits = limits.stated(memory, most_device, most_host)
     return replace(limits, host_bytes=limits.host_bytes // num_sharing, pinned_bytes=limits.pinned_bytes // num_sharing)
 
 
