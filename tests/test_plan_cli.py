@@ -264,6 +264,33 @@ def test_a_machine_that_is_not_known_is_refused_before_anything_is_read(tmp_path
     assert "--machine rtx4900: no such preset; did you mean rtx4090" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--host-memory", "1", "--host-memory = '1' is 1 byte, too little for any machine; write 1GB"),
+        ("--host-memory", "128", "--host-memory = '128' is 128 bytes, too little for any machine; write 128GB"),
+        ("--host-memory", "2kB", "--host-memory = '2kB' is 2,000 bytes, too little for any machine; state its unit"),
+        ("--link", "25", "--link = '25' is 25 bytes/s, too little for any machine; write 25GB/s"),
+        ("--disk", "7", "--disk = '7' is 7 bytes/s, too little for any machine; write 7GB/s"),
+    ],
+)
+def test_a_figure_without_its_unit_is_refused_with_what_was_read(option: str, value: str, words: str) -> None:
+    refused = zinfer_plan("llama-3-70b", "--machine", "rtx4090", option, value, "--rows", "100")
+    assert refused.exit_code == 2
+    assert words in " ".join(refused.stderr.split())
+
+
+def test_a_host_with_next_to_nothing_is_planned_or_refused(tmp_path: Path) -> None:
+    folder, config = write_config(tmp_path, SMALL_LLAMA), tmp_path / "ds.json"
+    for tier in ("host", "auto"):
+        own = {"max_host_memory": 1} | ({"kv_cache_tier": tier} if tier == "host" else {})
+        config.write_text(json.dumps({"zinfer": own}))
+        options = ("--machine", "t4", "--rows", "100", "--prompt-len", "16", "--new-tokens", "4", "--ranks", "2")
+        ended = zinfer_plan(folder, *options, "--config", str(config))
+        assert ended.exit_code in (0, 2), ended.output
+        assert not isinstance(ended.exception, ArithmeticError)
+
+
 def test_a_batch_size_of_a_job_is_refused(tmp_path: Path) -> None:
     folder = write_config(tmp_path, SMALL_LLAMA)
     refused = zinfer_plan(folder, "--machine", "h200", "--rows", "9", "--batch-size", "32")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from zinfer.cli.ending import importing, say
 from zinfer.errors import CheckpointError, ConfigError
@@ -11,6 +11,8 @@ from zinfer.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from zinfer.planning.plan import Case
     from zinfer.planning.presets import StatedMachine
+
+_LEAST_BYTES: Final = 10**6  # less is a number without its unit
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,16 @@ def _bytes(option: str, value: str | None, example: str) -> int | None:
     if value is None:
         return None
     try:
-        return size_bytes(value.removesuffix("/s") if example.endswith("/s") else value)
+        nbytes = size_bytes(value.removesuffix("/s") if example.endswith("/s") else value)
     except Unusable as error:
         rate = f"; a rate is written like {example}" if example.endswith("/s") else ""
         raise ConfigError(f"{option} = {value!r}{error}{rate}") from None
+    if nbytes < _LEAST_BYTES:
+        read = "1 byte" if nbytes == 1 else f"{nbytes:,} bytes"
+        unit = example.lstrip("0123456789")
+        meant = f"write {value}{unit}" if value.isdecimal() else "state its unit"
+        raise ConfigError(f"{option} = {value!r} is {read}{unit[2:]}, too little for any machine; {meant}, or the like")
+    return nbytes
 
 
 def open_case(model: Path, config: Path | None, options: MachineOptions, parallel: str) -> "Case":

@@ -56,7 +56,8 @@ class SizeSpace:
             on_device = self._most_bytes * kv.num_layers / kv.num_page_slots
             self._most_bytes = min(host.most_bytes * _MOST_HOST_SHARE, on_device)
         longest_bytes = token_bytes * (sum(job.longest) + (stated.kv_page_size or PAGE_SIZE))
-        self._least_bytes = min(max(self._most_bytes * _LEAST_SHARE, longest_bytes), self._most_bytes)
+        least_bytes = min(max(self._most_bytes * _LEAST_SHARE, longest_bytes), self._most_bytes)
+        self._least_bytes = max(least_bytes, 1)  # a host may have nothing left for pages
         self._prompt, new = fmean(job.prompt_lens), fmean(job.new_tokens)
         self._row_bytes = token_bytes * (self._prompt + new / 2)
         self._row_tokens = self._prompt / new + 1
