@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import zinfer
 from zinfer.cli import app
-from zinfer.errors import CheckpointError, ZinferError
+from zinfer.errors import CheckpointError, ConfigError, ZinferError
 from zinfer.planning.data_sheets import DATA_SHEETS, find_data_sheet
 from zinfer.planning.presets import PRESETS
 
@@ -262,6 +262,25 @@ def test_a_machine_that_is_not_known_is_refused_before_anything_is_read(tmp_path
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "False False\n"), ended.stderr
     assert "--machine rtx4900: no such preset; did you mean rtx4090" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("a100", "a100-40gb or a100-80gb"),
+        ("NVIDIA H100", "h100-pcie or h100-sxm"),
+        ("rtx", "rtx3090, rtx4090, rtx5090 or a6000"),
+    ],
+)
+def test_a_name_that_leaves_cards_open_is_answered_with_them(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--machine {name}: no such preset; did you mean {near}\? \("):
+        find_data_sheet(name)
+
+
+def test_an_a10g_is_no_a10() -> None:
+    a10, a10g = find_data_sheet("NVIDIA A10"), find_data_sheet("NVIDIA A10G")
+    assert (a10.flops_per_s, a10g.flops_per_s) == (125e12, 70e12)
+    assert a10.memory_bytes_per_s == a10g.memory_bytes_per_s
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 Memory, its bandwidth and the rate of dense 16-bit matrix products with 32-bit sums are those of NVIDIA's data sheets
 and architecture white papers, where sparse rates are halved. PCIe 3, 4 and 5 with 16 lanes carry about 12, 25 and 55
 GB/s of their nominal 15.75, 31.5 and 63. Host memory and disk are those of a common computer around such a card: they
-are assumed, and can be stated (``--host-memory``, ``--disk``).
+are assumed, and can be stated (``--host-memory``, ``--disk``). The A10G, which AWS has, is no A10: its data sheet gives
+70 TFLOP/s for 16-bit products, not 125. GeForce cards of that chip have half the rate with 32-bit sums, too.
 """
 
 import re
@@ -59,7 +60,8 @@ def _instance(name: str, memory: float, bandwidth: float, tflops: float, pcie: i
 
 _SHEETS: Final = (
     _instance("t4", 16, 320, 65, 3, "Tesla T4"),
-    _instance("a10", 24, 600, 125, 4, "NVIDIA A10", "NVIDIA A10G"),
+    _instance("a10", 24, 600, 125, 4, "NVIDIA A10"),
+    _instance("a10g", 24, 600, 70, 4, "NVIDIA A10G"),
     _instance("l4", 24, 300, 121, 4, "NVIDIA L4"),
     _desktop("rtx3090", 24, 936, 71, 4, "NVIDIA GeForce RTX 3090"),
     _desktop("rtx4090", 24, 1008, 165.2, 4, "NVIDIA GeForce RTX 4090"),
@@ -82,13 +84,15 @@ def find_data_sheet(name: str) -> DataSheet:
     """Return the card of a preset's name, or of its name in `nvidia-smi`; capitals and signs do not matter.
 
     Raises:
-        ConfigError: there is none; names those that are spelt alike, or all.
+        ConfigError: there is none; names those that begin so, or are spelt alike, or all.
     """
     by_spelling = {_plain(each): sheet for sheet in _SHEETS for each in (sheet.name, *sheet.aliases)}
     found = by_spelling.get(_plain(name))
     if found is not None:
         return found
-    near = dict.fromkeys(by_spelling[each].name for each in get_close_matches(_plain(name), by_spelling, 3, 0.6))
+    spelt = _plain(name)
+    longer = [each for each in by_spelling if spelt and each.startswith(spelt)]  # a100: of 40 GB, or of 80
+    near = dict.fromkeys(by_spelling[each].name for each in longer or get_close_matches(spelt, by_spelling, 3, 0.6))
     meant = f"did you mean {_either(near)}?" if near else f"there are {', '.join(DATA_SHEETS)}"
     raise ConfigError(f"--machine {name}: no such preset; {meant} (`--machine list` shows all)")
 
