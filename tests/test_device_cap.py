@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import zinfer
 from zinfer import LLM, SamplingParams
 from zinfer.batching.batcher import Batcher
+from zinfer.batching.draft_model import own_bytes
 from zinfer.config import resolve_settings
 from zinfer.errors import PlanError
 from zinfer.model.outline import Outline
@@ -29,6 +30,7 @@ from zinfer.planning.job_plan import Job, SizedJob
 from zinfer.planning.job_search import plan_job
 from zinfer.planning.memory import Request
 from zinfer.planning.plan import Case, plan_batch
+from zinfer.units import human_bytes
 
 CARD_BYTES = 80 * 10**9
 LENGTHS = (16, 400, 33, 120, 16, 250, 64, 380, 20, 90)
@@ -203,6 +205,16 @@ def test_a_draft_model_takes_part_of_the_same_caps(folder: Path) -> None:
         assert llm.host_bytes + llm._draft.host_bytes <= host
     with pytest.raises(PlanError, match=r"zinfer\.max_device_memory is 1\.20 GB, too little: at least"):
         LLM(folder, device="cpu", max_device_memory="1.2GB", draft_model=str(folder))
+
+
+def test_a_refusal_beside_a_draft_model_says_what_that_takes(folder: Path) -> None:
+    with LLM(folder, device="cpu", max_device_memory="3GB", draft_model=str(folder)) as llm:
+        assert llm._draft is not None
+        taken = own_bytes(llm._draft.device_parts)
+    cap = taken + 10**6
+    shares = rf"zinfer\.draft_model takes .* of zinfer\.max_device_memory, {human_bytes(cap)}; with the rest: "
+    with pytest.raises(PlanError, match=shares + r"zinfer\.max_device_memory is 1\.00 MB, too little"):
+        LLM(folder, device="cpu", max_device_memory=cap, draft_model=str(folder), tokens_per_pass=64, max_sequences=2)
 
 
 def test_a_cap_above_what_is_free_is_allowed_and_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

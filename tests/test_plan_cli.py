@@ -20,6 +20,7 @@ from zinfer.cli import app
 from zinfer.errors import CheckpointError, ConfigError, ZinferError
 from zinfer.planning.data_sheets import DATA_SHEETS, find_data_sheet
 from zinfer.planning.presets import PRESETS
+from zinfer.units import human_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -308,6 +309,30 @@ def test_a_host_with_next_to_nothing_is_planned_or_refused(tmp_path: Path) -> No
         ended = zinfer_plan(folder, *options, "--config", str(config))
         assert ended.exit_code in (0, 2), ended.output
         assert not isinstance(ended.exception, ArithmeticError)
+
+
+def test_a_cap_is_named_with_its_own_figure_where_devices_divide_layers(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    options = (
+        "--machine",
+        "h200",
+        "--ranks",
+        "2",
+        "--parallel",
+        "tensor=2",
+        "--batch-size",
+        "2",
+        "--config",
+        str(config),
+    )
+    config.write_text('{"zinfer": {"max_device_memory": "1GB"}}')
+    refused = " ".join(zinfer_plan("llama-3-70b", *options).stderr.split())
+    found = re.search(r"zinfer.max_device_memory is 1.00 GB, too little: at least (\d+) bytes .* of 2 devices", refused)
+    assert found, refused
+    config.write_text(json.dumps({"zinfer": {"max_device_memory": int(found[1])}}))
+    planned = zinfer_plan("llama-3-70b", *options)
+    assert planned.exit_code == 0, planned.stderr
+    assert f" {human_bytes(int(found[1]))} of each of 2 devices, beside" in planned.stdout
 
 
 def test_a_batch_size_of_a_job_is_refused(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """`DraftModel`: guesses by a small model of the same vocabulary, which stays on the device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from zinfer.config import Settings
+from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.ranks.environment import num_started
@@ -96,6 +97,31 @@ def beside_draft(settings: Settings, device_bytes: int, host_bytes: int) -> Sett
             max_host_memory=_left("max_host_memory", memory.max_host_memory, host_bytes),
         ),
     )
+
+
+@contextmanager
+def saying_shares(memory: Memory, device_bytes: int, host_bytes: int) -> Iterator[None]:
+    """Let a PlanError of the large model say what the small one has of the stated caps, beside the figures of the rest.
+
+    Args:
+        memory: as stated, for both.
+        device_bytes, host_bytes: of the small model; 0: there is none.
+
+    Raises:
+        PlanError: the block's, with both shares.
+    """
+    taken = {"max_device_memory": device_bytes, "max_host_memory": host_bytes}
+    shares = [
+        f"{human_bytes(nbytes)} of zinfer.{key}, {human_bytes(cap)}"
+        for key, nbytes in taken.items()
+        if nbytes and (cap := getattr(memory, key)) is not None
+    ]
+    try:
+        yield
+    except PlanError as error:
+        if not shares:
+            raise
+        raise PlanError(f"zinfer.draft_model takes {' and '.join(shares)}; with the rest: {error}") from error
 
 
 def _left(key: str, cap: int | None, nbytes: int) -> int | None:

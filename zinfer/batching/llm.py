@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import nn
 
 from zinfer.batching.batched_model import BatchedModel, BesideLoad
-from zinfer.batching.draft_model import beside_draft, draft_config, own_bytes
+from zinfer.batching.draft_model import beside_draft, draft_config, own_bytes, saying_shares
 from zinfer.batching.handle import Handle
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
@@ -91,21 +91,23 @@ class LLM(BatchedModel):
         settings = settings.for_batches(on_cuda=find_limits(settings).on_cuda)
         with ExitStack() as opened:
             self._draft = draft = self._open_draft(settings)  # first: the large model takes what memory is left
+            stated, device_bytes, host_bytes = settings.memory, 0, 0
             if draft is not None:
                 opened.callback(draft.close)
-                device_bytes = own_bytes(draft.device_parts)
-                settings = beside_draft(settings, device_bytes, draft.host_bytes)
+                device_bytes, host_bytes = own_bytes(draft.device_parts), draft.host_bytes
+                settings = beside_draft(settings, device_bytes, host_bytes)
                 draft._model.cap.lower_to(device_bytes)
-            super().__init__(
-                model,
-                settings,
-                tokenizer=tokenizer,
-                swaps_to_disk=swaps_to_disk,
-                num_pages=num_pages,
-                prepare=prepare,
-                beside_load=beside_load,
-                draft=draft,
-            )
+            with saying_shares(stated, device_bytes, host_bytes):
+                super().__init__(
+                    model,
+                    settings,
+                    tokenizer=tokenizer,
+                    swaps_to_disk=swaps_to_disk,
+                    num_pages=num_pages,
+                    prepare=prepare,
+                    beside_load=beside_load,
+                    draft=draft,
+                )
             opened.pop_all()
 
     def _open_draft(self, settings: Settings) -> "LLM | None":

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import ceil
 
 from zinfer.errors import PlanError
 from zinfer.planning.memory import Footprint, reserved_bytes
@@ -72,10 +73,11 @@ def naming_least_cap(
         least = None if cap is None else _least_cap(limits, cap, free_bytes, parts_within)
         if cap is None or least is None:
             raise
-        nbytes, parts = least
+        num, (all_bytes, parts) = limits.num_devices, least
+        nbytes, together = ceil(all_bytes / num), "" if num == 1 else f" of {num:.3g} devices together"
         raise PlanError(
-            f"zinfer.max_device_memory is {human_bytes(cap)}, too little: at least {nbytes} bytes "
-            f"({human_bytes(nbytes)}) are needed, for {parts}; {error}"
+            f"zinfer.max_device_memory is {human_bytes(round(cap / num))}, too little: at least {nbytes} bytes "
+            f"({human_bytes(nbytes)}) are needed, for {parts}{together}; {error}"
         ) from error
 
 

@@ -70,6 +70,7 @@ class Machine:
             host_bytes=int(limits.host_bytes * count / num_local),
             pinned_bytes=int(limits.pinned_bytes * count / num_local),
             cap_bytes=None if limits.cap_bytes is None else int(limits.cap_bytes * count),
+            num_devices=count,
         )
         rates = self.rates.shared(num_local, num_local / (mesh.zero * mesh.num_dividing)).times(count)
         ranks = f"{mesh.size} ranks" + (f" on {num_hosts} machines" if num_hosts > 1 else "")

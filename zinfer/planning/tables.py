@@ -67,7 +67,11 @@ def _add_device_memory(table: Table, parts: DeviceParts, case: Case) -> None:
     machine = case.machine
     table.add_row("device memory", f"{parts}: {human_bytes(parts.total)} of {human_bytes(machine.usable_bytes)}")
     if machine.limits.cap_bytes is not None:
-        table.add_row("zinfer.max_device_memory", f"{human_bytes(machine.limits.cap_bytes)}, {_beside_cap(machine)}")
+        num = machine.limits.num_devices
+        cap = human_bytes(round(machine.limits.cap_bytes / num)) + (
+            f" of each of {num:.3g} devices" if num != 1 else ""
+        )
+        table.add_row("zinfer.max_device_memory", f"{cap}, {_beside_cap(machine)}")
 
 
 def _beside_cap(machine: Machine) -> str:

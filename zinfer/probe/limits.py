@@ -36,6 +36,8 @@ class MachineLimits:
     """Processes of this host that share its memory, each with these budgets."""
     cap_bytes: int | None = None
     swap_bytes: int | None = None
+    num_devices: float = 1
+    """That count as one, with the memory of all; a stated cap is of each."""
 
     @property
     def on_cuda(self) -> bool:
