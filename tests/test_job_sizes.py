@@ -234,3 +234,9 @@ def test_an_llm_is_planned_for_a_job(
 def test_a_job_has_rows(lengths: tuple[int, list[int], list[int]]) -> None:
     with pytest.raises(ConfigError, match="give at least one row, and as many of one as of the other"):
         Job(*lengths)
+
+
+@pytest.mark.parametrize("job", [3, 0, {"num_rows": 3}, "rows.jsonl"])
+def test_an_llm_takes_no_other_job(tmp_path: Path, job: Any) -> None:
+    with pytest.raises(ConfigError, match=r"job = .*: expected a zinfer\.Job, .*such as zinfer\.Job\(num_rows=1000"):
+        zinfer.LLM(tmp_path / "nothing", device="cpu", job=job)

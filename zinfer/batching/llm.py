@@ -16,6 +16,7 @@ from zinfer.batching.handle import Handle
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import mute_key_report, say_without_effect
+from zinfer.config.values import show
 from zinfer.engine.division import Prepare
 from zinfer.engine.prepare import PreparedModel
 from zinfer.errors import ConfigError
@@ -224,8 +225,13 @@ class LLM(BatchedModel):
         self._loop.cancel(handle)
 
 
-def _planned(model: object, settings: Settings, job: Job) -> dict[str, int | str]:
+def _planned(model: object, settings: Settings, job: object) -> dict[str, int | str]:
     """Return the sizes that are predicted to be the fastest for a job. Raises ConfigError where none are planned."""
+    if not isinstance(job, Job):
+        raise ConfigError(
+            f"job = {show(job)}: expected a zinfer.Job, the lengths of the rows to come, such as "
+            "zinfer.Job(num_rows=1000, prompt_lens=[512], new_tokens=[128])"
+        )
     if isinstance(model, nn.Module):
         raise ConfigError("job: sizes are planned for a model's folder, not for a module; leave job out")
     if is_several():
