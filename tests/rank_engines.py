@@ -18,15 +18,23 @@ Job = tuple[Path, dict[str, Any], Tensors]
 
 
 def config(
-    homes: str, bits: int | None = None, device: str = "cpu", most_device_bytes: int | None = None
+    homes: str,
+    bits: int | None = None,
+    device: str = "cpu",
+    most_device_bytes: int | None = None,
+    nvme_path: Path | None = None,
 ) -> dict[str, Any]:
-    """The most device memory decides whether layers on it are divided, or whole on each rank."""
+    """The most device memory decides whether layers on it are divided, or whole on each rank.
+
+    Codes made while loading are in no file, so their home on disk is a file under ``nvme_path``.
+    """
     options: dict[str, Any] = {"device": device}
     if most_device_bytes is not None or device == "cuda":  # which several ranks may share
         options["max_weight_memory"] = most_device_bytes or "4GB"
     if bits is not None:
         options["quantization"] = {"bits": bits, "group_size": 16} if bits == 4 else {"bits": bits}
-    return {"zero_optimization": {"offload_param": {"device": homes}}, "zinfer": options}
+    offload = {"device": homes} | ({} if nvme_path is None else {"nvme_path": str(nvme_path)})
+    return {"zero_optimization": {"offload_param": offload}, "zinfer": options}
 
 
 def inputs_of(rank: int, num_tokens: int = 7) -> Tensors:
