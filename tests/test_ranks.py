@@ -63,10 +63,12 @@ def test_all_homes_and_formats_compute_the_bits_of_one_process(
 
 
 @pytest.mark.slow
-def test_four_ranks_compute_the_bits_of_one_process(folders: list[Path]) -> None:
+def test_four_ranks_compute_the_bits_of_one_process(folders: list[Path], tmp_path: Path) -> None:
     jobs: list[Job] = [
         (folder, config(homes, bits), {}) for folder in folders for homes, bits in (("cpu", 4), ("nvme", None))
     ]
+    one_layer = tiny_checkpoint("llama", tmp_path, num_layers=1)  # fewer than ranks
+    jobs += [(one_layer, config(homes), {}) for homes in HOMES]
     check_equal(jobs, 4, (1, 4, 2, 0))
 
 

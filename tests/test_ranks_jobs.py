@@ -113,6 +113,23 @@ def test_ranks_without_rows_end_with_the_others(folder: Path, num_rows: int) -> 
     assert f"{num_rows} rows before this run" in job.run(2) or not num_rows
 
 
+@pytest.mark.parametrize("lengths", [(5,), pytest.param((1, 115, 2, 90, 1), marks=pytest.mark.slow)])
+def test_four_ranks_end_with_few_rows_and_one_layer(tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    """Of one row three ranks have none. Of five, of very different lengths, a rank takes the next once it is free."""
+    letters_model(tmp_path / "model", num_layers=1)
+    rows = [{"id": str(number), "prompt": "a" * each, "max_new_tokens": 12} for number, each in enumerate(lengths)]
+    write_rows(tmp_path / "in.jsonl", rows)
+    (tmp_path / "ds.json").write_text(CONFIG)
+    alone, several = (Job(tmp_path, name, "--batch-size", "1") for name in ("alone.jsonl", "several.jsonl"))
+    alone.run(1)
+    said = several.run(4)
+    assert several.rows() == alone.rows()
+    assert f"{len(lengths)} done, 0 failed" in said
+    passes = re.search(r"ranks +│ 4: (\d+), (\d+), (\d+), (\d+) passes", said)
+    assert passes, said
+    assert 1 <= sum(int(each) > 0 for each in passes.groups()) <= len(lengths), "ranks without rows compute nothing"
+
+
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_other_and_the_job_resumes(
     folder: Path, whole: tuple[list[bytes], str], rank: int
