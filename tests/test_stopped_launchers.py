@@ -5,6 +5,7 @@ import signal
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -12,10 +13,10 @@ import psutil
 import pytest
 from commands import Process, start
 from jobs_support import letters_model, prompt_rows, write_rows
-from ranks_job_support import Job, ended
+from ranks_job_support import END_S, Job, ended
 
 import zinfer.cli.rank_endings
-from zinfer.cli.launch_folder import launch_folder
+from zinfer.cli.launch_folder import is_in_use, launch_folder
 
 STOPPED_S: Final = 2
 STOPPING: Final = """
@@ -42,9 +43,9 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path, "out.jsonl", "--batch-size", "4", "--ranks", "2")
 
 
-def launched(job: Job, when: str = "") -> Process:
+def launched(job: Job, when: str = "", most_stopped_s: int = STOPPED_S) -> Process:
     variables = {"PYTHONPATH": os.pathsep.join([str(job.folder), os.environ.get("PYTHONPATH", "")]), "TEST_WHEN": when}
-    prepare = (hasten, (STOPPED_S,))
+    prepare = (hasten, (most_stopped_s,))
     return start(job.words, job.folder, warm=True, prepare=prepare, variables=variables, warms_others=False)
 
 
@@ -58,6 +59,28 @@ def test_a_rank_that_no_other_watches_is_killed_by_the_launcher(job: Job, when: 
     assert told in said
     assert said.endswith("; run the same command again to go on\n")
     assert said.count("error:") == 1
+
+
+def test_a_stopped_rank_ends_when_its_launcher_is_killed(job: Job) -> None:
+    (job.folder / "sitecustomize.py").write_text(STOPPING)
+    launcher = launched(job, "end", most_stopped_s=3600)
+    own, ranks = psutil.Process(launcher.pid), dict[str, psutil.Process]()
+    while "1" not in ranks or ranks["1"].status() != psutil.STATUS_STOPPED:
+        assert launcher.poll() is None, launcher.communicate()
+        for each in own.children():
+            with suppress(psutil.Error):  # rank 0 may end meanwhile
+                ranks[each.environ().get("RANK", "")] = each
+        time.sleep(0.05)
+    launcher.kill()
+    try:
+        _, alive = psutil.wait_procs([*ranks.values()], END_S)
+        assert not alive
+    finally:
+        for each in ranks.values():
+            if each.is_running():
+                each.kill()  # or the launcher's pipes would never end
+    [(code, _, _)] = ended([launcher])
+    assert code == -signal.SIGKILL
 
 
 @pytest.mark.slow
@@ -79,6 +102,7 @@ def test_time_in_which_the_launcher_is_stopped_too_does_not_count(job: Job) -> N
 
 def test_the_folder_of_a_launcher_that_was_killed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert not is_in_use(tmp_path), "no launcher's"
     begun, go_on = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -93,9 +117,10 @@ def test_the_folder_of_a_launcher_that_was_killed_is_removed(tmp_path: Path, mon
     an_hour_ago_s = time.time() - 3600
     os.utime(held, (an_hour_ago_s, an_hour_ago_s))
     with launch_folder():
-        assert held.exists(), "its launcher lives"
+        assert is_in_use(held), "its launcher lives"
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+    assert not is_in_use(held)
     with launch_folder() as own:
         assert {each.name for each in tmp_path.iterdir()} == {own.name, "zinfer-ranks-of-others"}
     assert [each.name for each in tmp_path.iterdir()] == ["zinfer-ranks-of-others"]

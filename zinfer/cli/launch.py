@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Final, NoReturn
 from uuid import uuid4
 
 import typer
 
 from zinfer.cli.ending import EXIT_ROWS_FAILED, EXIT_STOPPED, ending_signals, say
-from zinfer.cli.launch_folder import launch_folder
+from zinfer.cli.launch_folder import is_in_use, launch_folder
 from zinfer.cli.rank_endings import LAUNCHER, first_cause, killing_silent_ranks, read_endings
 from zinfer.errors import ConfigError
 from zinfer.ranks.announcing import announce
@@ -93,11 +94,21 @@ def begin_rank(stated: int | None) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Let the kernel send SIGTERM to this process, a rank, when its launcher ends."""
+    """Let this process, a rank, get SIGTERM when its launcher ends.
+
+    The kernel sends SIGCONT, which a stopped process hears too; SIGTERM would wait until somebody lets it go on.
+    """
     if LAUNCHER not in os.environ:
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if not Path(os.environ[LAUNCHER]).exists():  # it ended before
+    launcher = os.getppid()
+
+    def end_if_alone(number: int, frame: FrameType | None) -> None:
+        if os.getppid() != launcher:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGCONT, end_if_alone)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    if not is_in_use(Path(os.environ[LAUNCHER]).parent):  # it ended before
         sys.exit(EXIT_STOPPED)
 
 

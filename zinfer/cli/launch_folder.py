@@ -26,6 +26,18 @@ def launch_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether the launcher of a folder lives."""
+    try:
+        with (folder / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
 def _remove_abandoned(place: Path) -> None:
     for folder in place.glob(f"{_PREFIX}*"):
         # Also where another user's launcher has its folder, or another start removes it.
