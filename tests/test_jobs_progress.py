@@ -8,10 +8,15 @@ import pytest
 from rich.console import Console
 
 from zinfer.display import HEARTBEAT_S, shown
-from zinfer.jobs.progress import Forecast, Load, Meter
+from zinfer.jobs.progress import Forecast, JobForecast, Load, Meter, Stretch
 from zinfer.jobs.summary import JobSummary, summary_table
 from zinfer.offload.stats import RunStats
 from zinfer.units import human_bytes
+
+
+def alike(num_rows: int, forecast: Forecast, num_forecast: int) -> JobForecast:
+    """A job of so many rows like those of a forecast."""
+    return JobForecast("", (Stretch.of([forecast], num_rows, num_rows, num_rows / num_forecast),))
 
 
 def test_the_heartbeat_comes_at_least_every_10_s() -> None:
@@ -24,7 +29,7 @@ def test_a_heartbeat_is_written_while_a_batch_takes_long() -> None:
         time.sleep(0.2)
         meter.num_rows, meter.num_finished = 200, 64
         meter.begin("running")
-        meter.expect(Forecast("", num_passes=20), 32)
+        meter.forecast = alike(136, Forecast("", num_passes=20), 32)
         meter.begin_batch(32, 32)
         meter.load = lambda: Load(10, 2000, 1000)
         time.sleep(0.3)
@@ -55,7 +60,7 @@ def test_a_terminal_says_rows_speed_and_eta_in_one_line(num_rows: int) -> None:
     meter, passes = Meter(), 0
     meter.load = lambda: Load(passes, 2_000_000, 1_000_000)
     meter.num_rows = num_rows
-    meter.expect(Forecast("", 10.0, 50.0, 100), 100)
+    meter.forecast = alike(num_rows, Forecast("", 10.0, 50.0, 100), 100)
     meter.begin("running")
     meter.begin_batch(num_rows, num_rows)
     meter.running_since_s = time.monotonic() - 100
@@ -71,7 +76,7 @@ def test_a_terminal_says_rows_speed_and_eta_in_one_line(num_rows: int) -> None:
 def test_the_eta_counts_this_runs_rows_only() -> None:
     meter = Meter()
     meter.num_rows, meter.num_finished, meter.num_skipped = 100, 60, 50
-    meter.expect(Forecast("", num_passes=40), 20)
+    meter.forecast = alike(50, Forecast("", num_passes=40), 20)
     meter.begin_batch(10, 10)
     meter.end_batch()
     meter.begin_batch(20, 20)
@@ -86,7 +91,7 @@ def test_the_eta_goes_by_the_prediction_first_and_by_passes_then() -> None:
     meter, passes = Meter(), 3
     meter.load = lambda: Load(passes)
     meter.num_rows = 200
-    meter.expect(Forecast("", seconds=50, num_passes=40), 100)
+    meter.forecast = alike(200, Forecast("", seconds=50, num_passes=40), 100)
     meter.begin("running")
     assert meter.eta_s == pytest.approx(100, rel=0.01)
     meter.begin_batch(100, 100)

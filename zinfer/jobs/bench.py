@@ -26,7 +26,7 @@ from zinfer.jobs.bench_request import BenchRequest
 from zinfer.jobs.bench_result import BenchResult
 from zinfer.jobs.comparison import MOST_ROWS, Compared, check_room, compare
 from zinfer.jobs.memory_cap import held_beyond
-from zinfer.jobs.progress import Forecast, Load, Meter
+from zinfer.jobs.progress import Forecast, JobForecast, Load, Meter, Stretch
 from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.rivals import Task, is_installed
 from zinfer.model.known_models import KNOWN_MODELS
@@ -198,7 +198,7 @@ def _measure(
     meter.note(f"predicted: {predicted}")
     meter.num_rows = len(prompts)
     forecast = Forecast(f"{predicted}", predicted.tokens_per_s, predicted.seconds, predicted.num_passes)
-    meter.expect(forecast, len(prompts))
+    meter.forecast = JobForecast(forecast.text, (Stretch.of([forecast], len(prompts), len(prompts)),))
     meter.load = lambda: Load(
         llm.num_passes, llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_swapped_pages
     )

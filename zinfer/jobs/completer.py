@@ -132,10 +132,10 @@ class RaggedCompleter(Completer):
         if not sequences:
             return Forecast("nothing, since no row of the first batch fits the KV cache")
         prompt_lens = [len(each.token_ids) for each in sequences]
-        predicted = self._llm.predict(prompt_lens, [each.max_new_tokens for each in sequences])
-        more = len(fitting) / count
-        text = f"{predicted} for {len(sequences):,} sequences"
-        return Forecast(text, predicted.tokens_per_s, predicted.seconds * more, predicted.num_passes * more)
+        simulated = self._llm.predict(prompt_lens, [each.max_new_tokens for each in sequences])
+        predicted = simulated.repeated(len(fitting) / count)
+        text = f"{predicted} for {sum(each.params.n for each in fitting):,} sequences"
+        return Forecast(text, predicted.tokens_per_s, predicted.seconds, predicted.num_passes)
 
     def choose_batch_size(self, prompts: Sequence[Prompt]) -> int:
         """Halve the batch until it takes ten minutes at most, unless that lowers the throughput."""

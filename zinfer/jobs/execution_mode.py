@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Final
 
 import torch
@@ -158,10 +158,6 @@ class ExecutionMode:
                 if self._weights is not None:
                     self._weights.check_unchanged()
                 meter.note(f"weights: {weights_line(completer.stats(), self.device)}")
-                forecast = completer.forecast(prompts)
-            meter.note(f"predicted: {forecast.text}")
-            meter.expect(replace(forecast, tokens_per_s=forecast.tokens_per_s * self.num_shares), len(prompts))
-            meter.predicted_row_s /= self.num_shares
             meter.load = completer.load
             if self._request.report is not None:
                 self._timeline = Timeline(completer.stats, completer.load)

@@ -24,6 +24,7 @@ from zinfer.jobs.arrangement import choose_mesh
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
+from zinfer.jobs.job_forecast import forecast_batch, forecast_job
 from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.messages import Ready
 from zinfer.jobs.openai_response import OpenAIResponses
@@ -191,6 +192,8 @@ class _Job:
             self._sample = RowSample.read(self._reader)  # before another thread encodes
         if mode.judges_batch_size and not out.is_begun:
             self._choose_batch_size()
+        if self._sample is None and self._index.num_rows > mode.batch_size and RowState.MISSING in states:
+            self._sample = RowSample.read(self._reader)
         responses = OpenAIResponses(
             self._manifest.began, self._manifest.model_name, self._tokenizer, has_token_ids=True
         )
@@ -297,7 +300,7 @@ class _Job:
     def _planned(self, prompts: Sequence[Prompt]) -> Job:
         """Return the job by rows from all over the input; by those of the first batch where no others can be used."""
         num_rows, sample = self._index.num_rows, self._sample
-        return (sample if sample is not None and sample.prompts else RowSample.of(num_rows, prompts)).job()
+        return (sample if sample is not None and sample.prompts else RowSample(num_rows, tuple(prompts))).job()
 
     def _finish(self, batch: Batch, out: OutputFile, records: Records, source: BatchSource) -> None:
         """Compute a batch if needed, and write its missing rows. The other ranks begin with the first one computed."""
@@ -307,6 +310,8 @@ class _Job:
         assert out.manifest is not None
         if completer is not None and not out.manifest.sizes:
             out.keep(replace(out.manifest, sizes=completer.sizes))
+        if completer is not None and not self._meter.forecast.stretches:
+            self._predict(completer, batch.prompts, records.states)
         self._meter.begin("running")
         missing = records.begin_batch(batch.missing)
         if completer is None:
@@ -321,6 +326,16 @@ class _Job:
                     self._peers.check()
                 if (ordinal := missing.get(id(prompt))) is not None:
                     records.write(ordinal, prompt, answer)
+
+    def _predict(self, completer: Completer, prompts: Sequence[Prompt], states: bytearray) -> None:
+        """Predict the rows that the output lacks, before the first batch, of these prompts."""
+        mode, num_missing = self._mode, states.count(RowState.MISSING)
+        if self._sample is None or self._index.num_rows <= mode.batch_size:
+            forecast = forecast_batch(completer, prompts, num_missing, mode.num_shares)
+        else:
+            forecast = forecast_job(completer, self._sample, states, mode.batch_size, mode.num_shares)
+        self._meter.forecast = forecast
+        self._meter.note(f"predicted: {forecast.text}")
 
     def _summary(self, records: Records) -> JobSummary:
         meter, completer = self._meter, self._mode.completer

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -12,7 +12,7 @@ from zinfer.display import Progress
 from zinfer.units import clock
 
 _LATELY: Final = 20  # updates of the progress line
-_TRUSTED_SHARE: Final = 0.05  # of a batch: after this many rows, the measured pace weighs as much as the prediction
+_TRUSTED_SHARE: Final = 0.05  # of a batch: after this part, the measured pace weighs as much as the prediction
 _MOST_SHARE: Final = 0.99  # of a batch that takes more passes than predicted
 
 
@@ -31,6 +31,102 @@ class Forecast:
     tokens_per_s: float = 0.0
     seconds: float = 0.0
     num_passes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Prediction for neighbouring rows that the output lacks; unknown numbers are 0.
+
+    Attributes:
+        num_rows: those that cannot be used included.
+        num_computed: without them.
+        seconds, num_new_tokens: of all these rows.
+        num_passes: of all these rows, of each rank that takes part in their passes.
+    """
+
+    num_rows: int
+    num_computed: float
+    seconds: float = 0.0
+    num_passes: float = 0.0
+    num_new_tokens: float = 0.0
+
+    @classmethod
+    def of(
+        cls, forecasts: Sequence[Forecast], num_rows: int, num_computed: float, times: float = 1.0, num_shares: int = 1
+    ) -> "Stretch":
+        """Return the prediction of so many times the batches of the forecasts.
+
+        Args:
+            num_shares: groups of ranks that compute batches side by side.
+        """
+        return cls(
+            num_rows,
+            num_computed,
+            times * sum(each.seconds for each in forecasts) / num_shares,
+            times * sum(each.num_passes for each in forecasts),
+            times * sum(each.seconds * each.tokens_per_s for each in forecasts),
+        )
+
+
+@dataclass(frozen=True)
+class JobForecast:
+    """Prediction for the rows that the output lacks.
+
+    Attributes:
+        text: for display.
+        stretches: in the order of the input.
+    """
+
+    text: str
+    stretches: tuple[Stretch, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(each.num_rows for each in self.stretches)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second; 0 if unknown."""
+        seconds = self.seconds(self.num_rows)
+        return sum(each.num_new_tokens for each in self.stretches) / seconds if seconds else 0.0
+
+    @property
+    def row_s(self) -> float:
+        """Seconds per computed row; 0 if unknown."""
+        num_computed = sum(each.num_computed for each in self.stretches)
+        return self.seconds(self.num_rows) / num_computed if num_computed else 0.0
+
+    def batch(self, place: float, num_rows: int) -> tuple[float, float]:
+        """Return the predicted seconds and passes of a batch of computed rows, by those around a place."""
+        found = 0.0, 0.0
+        for each in self.stretches:
+            if each.num_computed and place >= 0:
+                times = num_rows / each.num_computed
+                found = each.seconds * times, each.num_passes * times
+            place -= each.num_rows
+        return found
+
+    def seconds(self, num_rows: float) -> float:
+        """Return the predicted seconds of the first rows; 0 if unknown."""
+        return self._sum([each.seconds for each in self.stretches], num_rows)
+
+    def passes(self, num_rows: float) -> float:
+        """Return the predicted passes of the first rows; 0 if unknown."""
+        return self._sum([each.num_passes for each in self.stretches], num_rows)
+
+    def work(self, num_rows: float) -> float:
+        """Return what the first rows take in the best unit that is known: seconds, else passes, else rows."""
+        for predicted in (self.seconds, self.passes):
+            if predicted(self.num_rows):
+                return predicted(num_rows)
+        return num_rows
+
+    def _sum(self, amounts: Sequence[float], num_rows: float) -> float:
+        found = 0.0
+        for each, amount in zip(self.stretches, amounts, strict=True):
+            found += amount * min(num_rows / each.num_rows, 1.0)
+            num_rows = max(num_rows - each.num_rows, 0.0)
+        return found
 
 
 @dataclass(frozen=True)
@@ -71,7 +167,7 @@ class Meter(Progress):
         phase_s: seconds of each phase so far, but for the current one.
         num_finished: rows in the output, including ``num_skipped`` from before this run.
         load: returns the counters of this run's passes.
-        predicted_tokens_per_s, predicted_row_s: predicted new tokens per second and seconds per row; 0 if unknown.
+        forecast: of the rows that this run computes.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -79,18 +175,23 @@ class Meter(Progress):
         self.phase, self.phase_s = "checking", dict[str, float]()
         self.num_rows = self.num_finished = self.num_skipped = 0
         self.load: Callable[[], Load] = Load
-        self.predicted_tokens_per_s = self.predicted_row_s = self._predicted_row_passes = 0.0
+        self.forecast = JobForecast("")
         self.started_s = self._phase_since_s = time.monotonic()
         self.running_since_s: float | None = None
         self._lately = deque([(self.started_s, 0)], maxlen=_LATELY)
         self._earlier_rows = self._batch_missing = 0  # rows of this run: in earlier batches, and in the current one
-        self._batch_rows, self._batch_passes, self._passes_before = 1, 0, 0
+        self._batch_passes, self._passes_before = 0, 0
+        self._trusted_s = 0.0  # of the prediction, which weighs as much as measured seconds
 
-    def expect(self, forecast: Forecast, num_rows: int) -> None:
-        """Set the prediction from the forecast of ``num_rows`` rows."""
-        self.predicted_tokens_per_s = forecast.tokens_per_s
-        self.predicted_row_s = forecast.seconds / num_rows
-        self._predicted_row_passes = forecast.num_passes / num_rows
+    @property
+    def predicted_tokens_per_s(self) -> float:
+        """Predicted new tokens per second; 0 if unknown."""
+        return self.forecast.tokens_per_s
+
+    @property
+    def predicted_row_s(self) -> float:
+        """Predicted seconds per row; 0 if unknown."""
+        return self.forecast.row_s
 
     def add_finished(self, num_rows: int) -> None:
         """Count rows that were written to the output."""
@@ -106,8 +207,8 @@ class Meter(Progress):
 
     def begin_batch(self, num_missing: int, num_rows: int) -> None:
         """Begin a batch of ``num_rows`` rows, of which the output lacks ``num_missing``."""
-        self._batch_missing, self._batch_rows = num_missing, num_rows
-        self._batch_passes = round(self._predicted_row_passes * num_rows)
+        seconds, passes = self.forecast.batch(self._fresh_rows + num_missing / 2, num_rows)
+        self._batch_missing, self._batch_passes, self._trusted_s = num_missing, round(passes), _TRUSTED_SHARE * seconds
         self._passes_before = self.load().num_passes
 
     def end_batch(self) -> None:
@@ -147,13 +248,14 @@ class Meter(Progress):
     def eta_s(self) -> float | None:
         """Seconds until the last row is done; None if unknown.
 
-        Starts at the prediction; the measured pace weighs more as rows finish.
+        Starts at the prediction; the measured pace weighs more as rows finish. What they took, beside what was
+        predicted of them, corrects the prediction of the rest, whose rows may be longer.
         """
-        fresh, trust = self._fresh_rows, _TRUSTED_SHARE * self._batch_rows if self.predicted_row_s else 0.0
-        if not fresh + trust:
-            return None
-        row_s = (self.running_s + trust * self.predicted_row_s) / (fresh + trust)
-        return max(0.0, (self.num_rows - self.num_skipped - fresh) * row_s)
+        done = self.forecast.work(self._fresh_rows)
+        left = self.forecast.work(self.num_rows - self.num_skipped) - done
+        if done + self._trusted_s:
+            return max(0.0, left * (self.running_s + self._trusted_s) / (done + self._trusted_s))
+        return self.forecast.seconds(self.forecast.num_rows) or None
 
     def share(self) -> float | None:
         return (self.num_skipped + self._fresh_rows) / max(1, self.num_rows) if self.phase == "running" else None
@@ -169,7 +271,7 @@ class Meter(Progress):
     def short_line(self, width: int) -> str:
         if self.phase != "running":
             return self.line()
-        speed, predicted_s = f"{self.tokens_per_s:,.1f} tokens/s", self._fresh_rows * self.predicted_row_s
+        speed, predicted_s = f"{self.tokens_per_s:,.1f} tokens/s", self.forecast.seconds(self._fresh_rows)
         if predicted_s and self.running_s and self._pass != 1:  # meaningless before the first pass has ended
             speed += f" ({predicted_s / self.running_s:.0%} of predicted)"
         rows = f"{self.num_finished:,}/{self.num_rows:,} rows"

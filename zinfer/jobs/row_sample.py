@@ -1,7 +1,7 @@
 """Rows from all over an input, by which a job is planned before any of it is computed."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Final
 
@@ -19,13 +19,11 @@ class RowSample:
 
     Attributes:
         num_rows: of the input.
-        prompts: the rows that can be used.
-        bad: those that cannot.
+        rows: in its order, evenly spread.
     """
 
     num_rows: int
-    prompts: tuple[Prompt, ...]
-    bad: tuple[BadRow, ...] = ()
+    rows: tuple[Prompt | BadRow, ...]
 
     @classmethod
     def read(cls, reader: PromptReader) -> "RowSample":
@@ -36,19 +34,26 @@ class RowSample:
         """
         index = reader.index
         step = max(index.num_rows // _NUM_SAMPLED, 1)
-        return cls.of(index.num_rows, map(reader.read, islice(read_lines(index.path), 0, None, step)))
+        return cls(index.num_rows, tuple(map(reader.read, islice(read_lines(index.path), 0, None, step))))
 
-    @classmethod
-    def of(cls, num_rows: int, rows: Iterable[Prompt | BadRow]) -> "RowSample":
-        """Return the sample of these rows."""
-        found = list(rows)
-        prompts = tuple(row for row in found if isinstance(row, Prompt))
-        return cls(num_rows, prompts, tuple(row for row in found if isinstance(row, BadRow)))
+    @cached_property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The rows that can be used."""
+        return tuple(row for row in self.rows if isinstance(row, Prompt))
+
+    @cached_property
+    def bad(self) -> tuple[BadRow, ...]:
+        """The rows that cannot be used."""
+        return tuple(row for row in self.rows if isinstance(row, BadRow))
 
     @property
     def num_read(self) -> int:
         """Number of rows that were taken."""
-        return len(self.prompts) + len(self.bad)
+        return len(self.rows)
+
+    def ordinals(self, place: int) -> tuple[int, int]:
+        """Return the first ordinal of the input that a sampled row stands for, and the one behind the last."""
+        return place * self.num_rows // self.num_read, (place + 1) * self.num_rows // self.num_read
 
     def job(self) -> Job:
         """Return the job of the whole input, without rows that will fail; each of several samples of a row is a row.

@@ -30,7 +30,7 @@ class JobSummary:
         notes: notices shown during the run, for example of a dropped torn line.
         failures: number of rows that failed in this run, by reason.
         device: "cuda" or "cpu".
-        predicted_tokens_per_s: new tokens per second predicted for the first batch; 0: unknown.
+        predicted_tokens_per_s: new tokens per second predicted for the rows of this run; 0: unknown.
         other_ranks: stats of ranks 1, 2 and so on, if several shared the job; ``stats`` are rank 0's.
         num_in_step: how many ranks make each pass together.
         phase_s: seconds of the phases before the first pass: "checking", "planning" and "loading".
