@@ -1,5 +1,6 @@
 """Processes of a server: killed replicas, ranks, the end by a signal, TLS, settings that do not work."""
 
+import asyncio
 import json
 import os
 import re
@@ -123,6 +124,26 @@ def test_a_replica_that_hangs_is_killed(model: Path, tmp_path: Path) -> None:
         assert victim not in server.replica_ids()
     said = server.process.stderr.read()
     assert re.search("zinfer: replica [01] has said nothing for 2 s and was killed; it is started again in 1 s\n", said)
+
+
+def test_a_replica_that_waits_to_be_started_again_can_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S", "_CLOSE_S"):
+        monkeypatch.setattr(replica, name, 3600)
+
+    async def close_in_a_pause() -> None:
+        each = replica.Replica(0, ["false"], tmp_path)
+        was_ready = asyncio.get_running_loop().create_future()
+        was_ready.set_result(None)
+        each._running = asyncio.create_task(each._run(was_ready))
+        while "it is started again in 3600 s" not in caplog.text:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            await each.close()
+        assert each.num_restarts == 0
+
+    asyncio.run(close_in_a_pause())
 
 
 def test_sigterm_lets_requests_end_and_leaves_nothing(server: Server) -> None:

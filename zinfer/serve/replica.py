@@ -75,7 +75,8 @@ class Replica:
         self._connection: Connection | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._running: asyncio.Task[None] | None = None
-        self._is_closing = self._was_ready = False
+        self._closing = asyncio.Event()
+        self._was_ready = False
         self._num_received = 0
 
     async def start(self) -> None:
@@ -156,7 +157,7 @@ class Replica:
 
     async def close(self) -> None:
         """End the process; requests under way fail."""
-        self._is_closing = True
+        self._closing.set()
         if self._connection is not None:
             self._connection.send(Close())
         if self._running is not None:
@@ -179,12 +180,14 @@ class Replica:
             if not first.done():
                 first.set_exception(reason)
                 return
-            if self._is_closing:
+            if self._closing.is_set():
                 return
             self._fail_all(ReplicaGone(f"{reason}; it is started again"))
             pause_s = _FIRST_PAUSE_S if self._was_ready else min(2 * pause_s, _LONGEST_PAUSE_S)
             log.warning("zinfer: %s; it is started again in %.0f s", reason, pause_s)
-            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), pause_s)
+                return
             self.num_restarts += 1
 
     async def _run_once(self, first: "asyncio.Future[None]") -> Exception:
