@@ -30,6 +30,7 @@ from zinfer.serve.errors import ApiError
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PROMPTS = [f"{'ab' * (number % 7 + 1)}{chr(97 + number % 26)}" for number in range(12)]
 ARRIVE_S = 4.0
+PAGE = "https://page.example"
 _CLOSED = 7  # of the states in the kernel's tcp_states.h
 
 
@@ -47,7 +48,7 @@ def alone(model: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     limits = ("--max-body", "1", "--arrive", str(ARRIVE_S), "--max-requests", "512")
-    options = ("--files", "kept", "--api-key", "b", *limits)
+    options = ("--files", "kept", "--api-key", "b", "--allowed-origin", PAGE, *limits)
     folder, how = tmp_path_factory.mktemp("server"), {"warms_others": False}  # the replica is a child to be measured
     with ThreadPoolExecutor(1) as threads, serving(model, folder, *options, **how) as server:
         said = threads.submit(server.process.stderr.read)
@@ -161,6 +162,8 @@ SLOW = {
     "head": b"POST /v1/completions HTTP/1.1\r\nx: ",
     "body": BODY,
     "body without a key": BODY.replace(KEY.encode(), b"no"),
+    "body of a page": head("/v1/completions", 1000, f"origin: {PAGE}", key=KEY) + b"\r\n{",
+    "body of a stranger": head("/v1/completions", 1000, "origin: https://else.example", key=KEY) + b"\r\n{",
 }
 
 
@@ -203,6 +206,9 @@ def test_requests_that_do_not_arrive_end_their_connections(at_once: dict[str, Fu
     found = at_once["sends"].result()
     statuses = {name: answer.split()[1] for name, answer in found.items()}
     assert statuses == {**dict.fromkeys(SLOW, b"408"), "body without a key": b"401"}
+    allowed = f"access-control-allow-origin: {PAGE}\r\n".encode()
+    assert [name for name, answer in found.items() if b"access-control" in answer] == ["body of a page"]
+    assert allowed in found["body of a page"]
 
 
 STREAM = b'{"model": "letters", "prompt": "ab", "n": 64, "max_tokens": 120, "stream": true, "logprobs": 5, "seed": 1}'

@@ -8,6 +8,7 @@ import asyncio
 import json
 import socket
 import struct
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -31,9 +32,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     Attributes:
         arrive_s: seconds; looked at as often, so that a connection may stay for twice as long.
+        origins: whose scripts in browsers may read what the connection itself answers.
     """
 
     arrive_s: float
+    origins: Collection[str]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -131,10 +134,18 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = json.dumps(ApiError(status, message).body).encode()
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            head += self._allowed_origin()
             self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
+    def _allowed_origin(self) -> str:
+        """Return the header by which a browser's script may read the answer; none for origins that may not call."""
+        origin = dict(self.headers or ()).get(b"origin", b"").decode("latin-1")
+        if not origin or not {origin, "*"} & {*self.origins}:
+            return ""
+        return f"access-control-allow-origin: {origin}\r\nvary: origin\r\n"
 
-def bounded_protocol(arrive_s: float) -> Any:
+
+def bounded_protocol(arrive_s: float, origins: Collection[str] = ()) -> Any:
     """Return the class of connections with this limit, for uvicorn's ``http``."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"arrive_s": arrive_s})
+    return type("BoundedProtocol", (BoundedProtocol,), {"arrive_s": arrive_s, "origins": origins})
