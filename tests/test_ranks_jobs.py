@@ -60,7 +60,7 @@ def test_two_ranks_write_the_rows_of_one_and_read_half_each(folder: Path, whole:
     rows, alone = whole
     assert job.rows() == rows
     assert f"{NUM_ROWS} done, 2 failed: 1 x malformed, 1 x too long" in said
-    assert "if stopped, at most 8 rows are computed again" in said_before
+    assert "if stopped, at most 8 rows under way are computed again" in said_before
     [read] = read_bytes(alone, "moved")
     together, first, second = read_bytes(said, "of all ranks")[:3]
     assert first == pytest.approx(read / 2, rel=0.15)
