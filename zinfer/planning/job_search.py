@@ -5,9 +5,9 @@ The forms of the KV cache, its memory and its dtype, are few, and each is search
 sizes, bytes of the cache, sequences at once, tokens a pass and the order of admission: points of a cube
 (`zinfer.planning.size_space`). Points spread evenly over it are simulated with few rows, then points near the best of
 them, and the best of those with more rows, with points ever nearer to the best. Each stage leaves out the forms that
-fell behind. Where rows differ, the best few plans are simulated once more with more of them: a small sample tells
-little of the longest rows, with which a job ends. No simulation is so slow that a plan takes more than seconds: where
-they are long, fewer points are tried.
+fell behind. The best few plans are simulated once more with more rows: a small sample tells little of the longest ones,
+with which a job ends, and in an n-th of the cache other numbers of rows may fit than in all of it. No simulation is so
+slow that a plan takes more than seconds: where they are long, fewer points are tried.
 """
 
 import math
@@ -30,6 +30,9 @@ _SAMPLE_STEPS: Final = 12_000
 _ROUGH_SAMPLE_STEPS: Final = 6_000
 _FINAL_STEPS: Final = 40_000
 _NUM_FINAL: Final = 6
+_LONG_S: Final = 120.0  # jobs that are worth a few seconds more
+_LONG_STEPS: Final = 200_000
+_NUM_LONG: Final = 2
 _LEAST_GAIN: Final = 1.02  # for which a cache in host memory, or in another dtype, is chosen
 # Times the seconds of the best form: others are not searched further, after each stage with few rows, then with more.
 _MOST_BEHIND_WIDE: Final = 1.6
@@ -81,19 +84,27 @@ def plan_forms(case: Case, job: Job, *, is_rough: bool = False) -> list[JobPlan]
         return [_usual(forms[0], *more)]
     best, search = min(found, key=lambda pair: _rank(pair[0]))
     plans = sorted([*(planned for planned, _ in found), *search.with_other_passes(best)], key=_rank)
-    if is_rough or job.has_equal_rows:
+    if is_rough or (job.has_equal_rows and best.seconds < _LONG_S):
         return plans
     tried = sorted((planned for _, search in found for planned in search.plans), key=_rank)
     return _with_more_rows(job, [*plans, *tried], window)
 
 
 def _with_more_rows(job: Job, plans: Sequence[JobPlan], window: int | None) -> list[JobPlan]:
-    """Return the first few different plans, simulated with more rows; the fastest first."""
-    sample = job.sample(_FINAL_STEPS, num_ranks=plans[0].case.mesh.zero)
-    simulations = sample.simulations(window)
+    """Return the first few different plans, simulated with more rows, and the best of a long job with still more."""
     different = list({planned.batching: planned for planned in plans}.values())[:_NUM_FINAL]
-    found = [Trials(each.case, sample, simulations).find(each.batching) for each in different]
-    return sorted((each for each in found if each is not None), key=_rank) or list(plans)
+    found = _simulated(job, different, window, _FINAL_STEPS) or list(plans)
+    if found[0].seconds > _LONG_S:
+        found = [*_simulated(job, found[:_NUM_LONG], window, _LONG_STEPS), *found[_NUM_LONG:]] or found
+    return found
+
+
+def _simulated(job: Job, plans: Sequence[JobPlan], window: int | None, most_steps: int) -> list[JobPlan]:
+    """Return the plans with other samples, the fastest first, without those that are clearly slower."""
+    sample = job.sample(most_steps, num_ranks=plans[0].case.mesh.zero)
+    simulations = sample.simulations(window)
+    found = [Trials(each.case, sample, simulations).find(each.batching) for each in plans]
+    return sorted((each for each in found if each is not None), key=_rank)
 
 
 def _usual(case: Case, sample: Sample, simulations: Simulations) -> JobPlan:
