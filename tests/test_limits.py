@@ -97,3 +97,13 @@ def test_on_a_cpu_a_large_maximum_leaves_the_device_its_part(monkeypatch: pytest
     assert limits_of(monkeypatch, 1000, max_host_memory=300).host_bytes == 300
     two = limits_of(monkeypatch, 1000, 2, max_host_memory=10**6, max_weight_memory=100)
     assert (two.device_bytes, two.host_bytes) == (100, 300)
+
+
+@pytest.mark.usefixtures("card")
+def test_a_container_s_limit_counts_more_than_what_a_virtual_machine_shows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert free_in_cgroup(folder, "9000", "1000") == 8000
+    assert limits_of(monkeypatch, 3000).host_bytes == 2400
+    assert limits_of(monkeypatch, 3000, max_host_memory=7000).host_bytes == 7000
+    assert limits_of(monkeypatch, 3000, max_host_memory=10_000).host_bytes == 8000

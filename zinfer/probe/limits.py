@@ -119,7 +119,7 @@ def choose_device(settings: Settings) -> torch.device:
 
 
 def find_limits(settings: Settings, num_sharing: int = 1) -> MachineLimits:
-    """Return the stated budgets, at most what is free now; the others are shares of it.
+    """Return the stated budgets, at most what can be had; the others are shares of what is free now.
 
     On a CPU, whose memory holds both, that is for the host what the weights on the device leave of the usual shares.
 
@@ -129,12 +129,13 @@ def find_limits(settings: Settings, num_sharing: int = 1) -> MachineLimits:
     """
     device, memory, free_host = choose_device(settings), settings.memory, free_host_bytes()
     if device.type == "cuda":
-        most_device, most_host = _free_on(device), free_host
+        most_device, most_host = _free_on(device), obtainable_host_bytes()
         device_bytes, host_bytes = int(most_device * _DEVICE_SHARE), int(free_host * HOST_SHARE)
     else:
         host_bytes = int(free_host * _CPU_SHARE)
         device_bytes, most_device = host_bytes // num_sharing, free_host // num_sharing
-        beside_weights = int(free_host * HOST_SHARE) - num_sharing * (memory.max_weight_memory or device_bytes)
+        weight_bytes = num_sharing * (memory.max_weight_memory or device_bytes)
+        beside_weights = int(obtainable_host_bytes() * HOST_SHARE) - weight_bytes
         most_host = max(host_bytes, beside_weights)
     limits = MachineLimits(device, device_bytes, host_bytes, host_bytes, num_sharing=num_sharing)
     limits = limits.stated(memory, most_device, most_host)
@@ -144,6 +145,14 @@ def find_limits(settings: Settings, num_sharing: int = 1) -> MachineLimits:
 def free_host_bytes() -> int:
     """Return the host memory that this process can use now."""
     return min(int(psutil.virtual_memory().available), _free_in_cgroup())
+
+
+def obtainable_host_bytes() -> int:
+    """Return the host memory that a process can get if it is told to.
+
+    A virtual machine may show its memory only as it is used, so a container's limit counts more than what is free.
+    """
+    return free_host_bytes() if cgroup_limit() is None else _free_in_cgroup()
 
 
 def free_device_bytes(limits: MachineLimits) -> int:
