@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import random_prompts, tiny_mixtral
 from jobs_run_support import model, output
 from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_rows, write_rows
 from llm_support import token_bytes
@@ -15,7 +14,6 @@ from plan_support import rates
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from zinfer.batching.llm import LLM
 from zinfer.errors import JobError
 from zinfer.jobs import JobSummary, UnusableInput, run_job
 from zinfer.jobs.output import OutputFile
@@ -77,84 +75,6 @@ def test_a_job_that_was_cut_writes_the_same_bytes(
     output.write_bytes(b"".join(whole.splitlines(keepends=True)[:num_kept]))
     assert run(model, prompts, output).num_skipped == num_kept
     assert output.read_bytes() == whole
-
-
-@pytest.mark.parametrize("kept", [slice(15), slice(3, 31), slice(0, 47, 2), slice(46, 47)])
-def test_rows_that_are_written_are_followed_and_not_computed_again(
-    model: Path, prompts: Path, output: Path, kept: slice
-) -> None:
-    few = {"zinfer": {"max_sequences": 4}}
-    before = run(model, prompts, output, config=few)
-    whole = output.read_bytes().splitlines(keepends=True)
-    output.write_bytes(b"".join(whole[kept]))
-    summary = run(model, prompts, output, config=few)
-    assert sorted(output.read_bytes().splitlines(keepends=True)) == sorted(whole)
-    left_out = sum(int(note.split()[0]) for note in summary.notes if "passes were left out" in note)
-    assert before.stats is not None
-    assert summary.stats is not None
-    assert summary.stats.passes + left_out == before.stats.passes, "no batch is complete"
-    assert left_out or kept != slice(15)
-    assert any("keep their places in the passes" in note for note in summary.notes)
-    assert not any("recomputing" in note for note in summary.notes)
-
-
-def test_rows_of_mixtures_are_computed_again_with_those_that_share_their_passes(tmp_path: Path) -> None:
-    tiny_mixtral().save_pretrained(tmp_path / "model")
-    letters_tokenizer().save_pretrained(tmp_path / "model")
-    rows = [{"id": f"{number}", "prompt_token_ids": ids} for number, ids in enumerate(random_prompts(8, max_tokens=60))]
-    prompts, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    before = run(tmp_path / "model", prompts, output)
-    whole = output.read_bytes()
-    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:5]))
-    summary = run(tmp_path / "model", prompts, output)
-    assert output.read_bytes() == whole
-    assert before.stats is not None
-    assert summary.stats is not None
-    assert summary.stats.passes == before.stats.passes
-    assert any("recomputing 5 finished rows with 3 missing ones" in note for note in summary.notes)
-    assert "if stopped, at most 8 rows are computed again" in " ".join(summary.notes)
-
-
-def test_tokens_that_others_wrote_into_a_row_are_not_believed(model: Path, prompts: Path, output: Path) -> None:
-    run(model, prompts, output)
-    whole = output.read_bytes().splitlines(keepends=True)
-    strange = {"token_ids": [1, 100_000]}, {"token_ids": ["1"]}, {"token_ids": [True]}, {"outputs": [3, 4]}
-    lines = [
-        json.dumps({"id": json.loads(line)["id"], **each}).encode() for line, each in zip(whole, strange, strict=False)
-    ]
-    output.write_bytes(b"".join(line + b"\n" for line in lines))
-    summary = run(model, prompts, output)
-    assert any(f"recomputing {len(strange)} finished rows" in note for note in summary.notes)
-    assert sorted(output.read_bytes().splitlines(keepends=True)[len(strange) :]) == sorted(whole[len(strange) :])
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kept", [slice(17), slice(3, 31), slice(0, 47, 2)])
-def test_rows_that_are_written_are_left_out_if_so_asked(
-    model: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch, kept: slice
-) -> None:
-    run(model, prompts, output)
-    whole = output.read_bytes().splitlines(keepends=True)
-    output.write_bytes(b"".join(whole[kept]))
-    written = {row["id"] for row in read_rows(output)}
-    computed: list[int] = []
-    stream = LLM.stream
-
-    def counted(llm: LLM, prompts: Any, *args: Any, **options: Any) -> Any:
-        computed.append(len(prompts))
-        return stream(llm, prompts, *args, **options)
-
-    monkeypatch.setattr(LLM, "stream", counted)
-    summary = run(model, prompts, output, only_missing=True)
-    assert summary.num_skipped == len(whole[kept])
-    assert sum(computed) == len({row["id"] for row in ROWS} - written - {"bad", "worse"})
-    assert not any("recomputing" in note for note in summary.notes)
-    assert any("are computed again; written rows are not" in note for note in summary.notes)
-
-    def texts(rows: list[dict[str, Any]]) -> dict[str, Any]:  # without log-probabilities, which may differ in a bit
-        return {row["id"]: {key: value for key, value in row.items() if key != "logprobs"} for row in rows}
-
-    assert texts(read_rows(output)) == texts([json.loads(line) for line in whole])
 
 
 def test_sizes_that_were_chosen_are_kept_for_whoever_goes_on(model: Path, prompts: Path, output: Path) -> None:
@@ -276,19 +196,3 @@ def test_a_report_that_cannot_be_written_is_told_when_all_rows_are_there(
     with pytest.raises(JobError, match=r"report .*page.html cannot be written: No space left .* All rows are in"):
         run(model, prompts, output, report=output.parent / "page.html")
     assert len(read_rows(output)) == len(ROWS)
-
-
-@pytest.mark.slow
-def test_a_job_of_long_batches_takes_smaller_ones_and_keeps_to_them(
-    model: Path, prompts: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zinfer.jobs.completer._MOST_BATCH_S", 0.0)
-    monkeypatch.setattr("zinfer.jobs.completer._LEAST_PACE", 0.4)
-    summary = run(model, prompts, output, batch_size=None)
-    assert 1 <= json.loads(manifest_path(output).read_text())["settings"]["batch_size"] < len(ROWS)
-    assert any("if stopped, at most " in note for note in summary.notes)
-    whole = output.read_bytes()
-    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
-    monkeypatch.undo()
-    run(model, prompts, output, batch_size=None)
-    assert sorted(output.read_bytes().splitlines()) == sorted(whole.splitlines())

@@ -138,7 +138,9 @@ class RaggedCompleter(Completer):
         return Forecast(text, predicted.tokens_per_s, predicted.seconds, predicted.num_passes)
 
     def choose_batch_size(self, prompts: Sequence[Prompt]) -> int:
-        """Halve the batch until it takes ten minutes at most, unless that lowers the throughput."""
+        """Halve a batch that would be computed again until it takes ten minutes, unless that lowers the throughput."""
+        if self.most_under_way is not None:
+            return ROWS_TOGETHER
         count, forecast = len(prompts), self.forecast(prompts)
         while forecast.seconds > _MOST_BATCH_S and count > 1:
             fewer = self.forecast(prompts[: count // 2])

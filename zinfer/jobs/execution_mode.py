@@ -109,9 +109,10 @@ class ExecutionMode:
             self.batch_size = former
 
     def limit_batch_size(self, num_rows: int) -> None:
-        """Lower the batch size, unless the caller set one, so that each of several shares gets a batch."""
-        if self._request.batch_size is None and self.num_shares > 1:
-            self.batch_size = min(self.batch_size, max(1, -(-num_rows // self.num_shares)))
+        """Lower the batch size, unless the caller set one, so that shares get as many batches, and all as many rows."""
+        if self._request.batch_size is None and (self.num_shares > 1 or num_rows > self.batch_size):
+            num_rounds = max(1, -(-num_rows // (self.batch_size * self.num_shares)))
+            self.batch_size = max(1, -(-num_rows // (num_rounds * self.num_shares)))
 
     def settings(self) -> dict[str, str | int]:
         """Return the settings that affect the rows' bytes."""

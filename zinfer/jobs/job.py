@@ -89,8 +89,8 @@ def run_job(
         max_new_tokens: for "generate": default for rows that do not set it; None: 128, or fewer if the model's context
             leaves less.
         batch_size: rows that share passes; the next batch starts when all of them are complete. It affects the rows'
-            bytes. By default 4,096, or fewer so that a batch takes ten minutes at most; 32 for models that need padded
-            batches.
+            bytes. By default 4,096 at most, and in mixtures of experts fewer so that a batch takes ten minutes at most;
+            32 for models that need padded batches.
         restart: discard the rows of an earlier job in `output`, even one with other settings.
         trace: a file for a Perfetto trace of reads, copies and computes, written when the job ends.
         report: path of an HTML page that charts the job over time, written when it ends.
