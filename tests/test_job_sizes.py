@@ -92,7 +92,7 @@ def test_rows_from_all_over_the_input_are_planned_for(
         jobs.append(job)
         return {}
 
-    monkeypatch.setattr("zinfer.jobs.job.choose_sizes", noted)
+    monkeypatch.setattr("zinfer.jobs.job_run.choose_sizes", noted)
     monkeypatch.setattr("zinfer.jobs.row_sample._NUM_SAMPLED", 10)
     texts = ["a" * 3] * 30 + ["b" * 40] * 10 + ["c" * 200] * 10
     rows = write_rows(tmp_path / "in.jsonl", [{"id": str(at), "prompt": text} for at, text in enumerate(texts)])
@@ -157,7 +157,7 @@ def test_a_small_job_runs_with_a_cache_of_another_dtype(
     """As an LLM does that is told the same sizes, and a job that goes on with them."""
     sizes: dict[str, Any] = {"tokens_per_pass": 64, "max_sequences": 9, "kv_page_size": 16, **room}
     sizes |= {"kv_cache_dtype": "int8", "kv_cache_tier": "host", "admission_order": "longest_first"}
-    monkeypatch.setattr("zinfer.jobs.job.choose_sizes", lambda *_: sizes)
+    monkeypatch.setattr("zinfer.jobs.job_run.choose_sizes", lambda *_: sizes)
     _, kept, rows = run(model, tmp_path)
     assert kept == sizes | {name: kept[name] for name in room}
     assert kept.get("num_pages") == room.get("num_pages")

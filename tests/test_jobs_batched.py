@@ -192,7 +192,7 @@ def test_a_report_that_cannot_be_written_is_told_when_all_rows_are_there(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("zinfer.jobs.job.write_report", full)
+    monkeypatch.setattr("zinfer.jobs.job_run.write_report", full)
     with pytest.raises(JobError, match=r"report .*page.html cannot be written: No space left .* All rows are in"):
         run(model, prompts, output, report=output.parent / "page.html")
     assert len(read_rows(output)) == len(ROWS)

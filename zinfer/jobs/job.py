@@ -4,54 +4,26 @@ A row's bytes depend on the model, the input, the machine, and the settings and 
 other memory budgets do not change them.
 """
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
-from copy import deepcopy
-from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from socket import gethostname
 
 from rich.console import Console
 
-from zinfer.checkpoint.fingerprint import tokenizer_hash
-from zinfer.config import Settings, resolve_settings
-from zinfer.config.settings import say_without_effect
+from zinfer.config import resolve_settings
 from zinfer.display import shown
-from zinfer.errors import JobError
-from zinfer.jobs.arrangement import choose_mesh
-from zinfer.jobs.completer import Completer
-from zinfer.jobs.execution_mode import ExecutionMode
-from zinfer.jobs.index import scan_input
-from zinfer.jobs.job_forecast import forecast_batch, forecast_job
-from zinfer.jobs.manifest import Manifest
-from zinfer.jobs.messages import Ready
-from zinfer.jobs.openai_response import OpenAIResponses
-from zinfer.jobs.output import OutputFile, RowWriter
+from zinfer.jobs.job_run import JobRun
+from zinfer.jobs.output import OutputFile
 from zinfer.jobs.peer_worker import PeerWorker
-from zinfer.jobs.peers import BatchSource, Peers
+from zinfer.jobs.peers import Peers
 from zinfer.jobs.progress import Meter
-from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, prefetch_iter
-from zinfer.jobs.records import Records
-from zinfer.jobs.report import write_report
-from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, UnusableInput, kept_message
-from zinfer.jobs.row_sample import RowSample
-from zinfer.jobs.rows import RowState, read_lines
+from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, kept_message
 from zinfer.jobs.summary import JobSummary
-from zinfer.jobs.versions import software
-from zinfer.jobs.weights import Weights
-from zinfer.model.build import build_meta_model
-from zinfer.model.context_length import read_limits
-from zinfer.planning.job_plan import Job
-from zinfer.planning.job_sizes import Sizes, choose_sizes, plans_sizes
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import join_group
-from zinfer.ranks.mesh import ALONE, Mesh
+from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.open_models import failing_together
-from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tokenizer
-from zinfer.store.saved_parts import open_for_rank
-from zinfer.units import name_values
 
 
 def run_job(
@@ -135,240 +107,10 @@ def run_job(
         peers = None if group is None else Peers(group, lambda: kept_message(request.output))
         try:
             with shown(Meter(console)) as meter:
-                job = _Job(request, settings, meter, peers)
+                job = JobRun(request, settings, meter, peers)
                 with closing(OutputFile(request.output)) as out, closing(job):
                     return job.run(out)
         except BaseException as error:
             if peers is not None and (first := peers.first_failure(error)) is not None:
                 raise first from None
             raise
-
-
-class _Job:
-    """One run of a job: its input rows, its weights, its execution mode, and the other ranks, if any."""
-
-    def __init__(self, request: JobRequest, settings: Settings, meter: Meter, peers: Peers | None) -> None:
-        self._request, self._settings, self._meter, self._peers = request, settings, meter, peers
-        generates = request.generates
-        say_without_effect(settings, meter.note)
-        self._checkpoint, fingerprint = open_for_rank(request.model, 0)
-        if peers is not None:
-            peers.check_same(fingerprint, software())
-        self._weights = Weights(self._checkpoint)
-        model = build_meta_model(self._checkpoint, settings.dtype)
-        limits = read_limits(model, settings.max_out_tokens, generates=generates)
-        tokenizer = find_tokenizer(self._checkpoint.folder)
-        self._encoder = PromptEncoder(tokenizer, model.config.get_text_config().vocab_size, limits)
-        # Another thread encodes the rows, and must not share its tokenizer.
-        self._tokenizer = deepcopy(tokenizer)
-        num_shares = 1 if peers is None else Mesh.of(vars(settings.parallel), peers.hosts).num_shares
-        self._mode = ExecutionMode(request, settings, model, self._tokenizer, limits, self._weights, meter, num_shares)
-        self._index = scan_input(request.input, may_be_empty=True)
-        self._reader = PromptReader(self._encoder, self._index, request.max_new_tokens, generates=generates)
-        self._sample: RowSample | None = None
-        rows = map(self._reader.read, read_lines(request.input))
-        if tokenizer is None and self._index.num_rows and not any(isinstance(row, Prompt) for row in rows):
-            raise UnusableInput(f"model {self._checkpoint.folder} has no tokenizer; {NO_TOKENIZER}")
-
-    def run(self, out: OutputFile) -> JobSummary:
-        """Compute the rows missing from the output."""
-        try:
-            return self._run(out)
-        except BaseException as error:
-            if self._peers is not None:
-                self._peers.abandon(error)
-            raise
-
-    def _run(self, out: OutputFile) -> JobSummary:
-        meter, mode = self._meter, self._mode
-        mode.limit_batch_size(self._index.num_rows)
-        if out.manifest is not None and not self._request.restart:
-            mode.reuse_batch_size(out.manifest.settings)
-        self._manifest = self._new_manifest()
-        states = self._resume(out)
-        meter.num_rows = self._index.num_rows
-        meter.num_finished = meter.num_skipped = meter.num_rows - states.count(RowState.MISSING)
-        if self._peers is not None or (mode.is_batched and not self._manifest.sizes and plans_sizes(self._settings)):
-            self._sample = RowSample.read(self._reader)  # before another thread encodes
-        if mode.judges_batch_size and not out.is_begun:
-            self._choose_batch_size()
-        if self._sample is None and self._index.num_rows > mode.batch_size and RowState.MISSING in states:
-            self._sample = RowSample.read(self._reader)
-        responses = OpenAIResponses(
-            self._manifest.began, self._manifest.model_name, self._tokenizer, has_token_ids=True
-        )
-        is_partial, written = self._request.only_missing, out.token_ids_of
-        cutter = BatchCutter(self._reader, states, mode.batch_size, only_missing=is_partial, written=written)
-        batches = BatchSource(prefetch_iter(cutter))
-        with closing(RowWriter(out, meter.add_finished)) as writer, closing(batches) as source:
-            records = Records(responses, writer.put, states)
-            while (batch := source.next()) is not None:
-                self._finish(batch, out, records, source)
-            if self._peers is not None:
-                self._peers.wait()
-        assert RowState.MISSING not in states
-        if not out.is_begun:  # an empty input
-            out.begin(self._manifest)
-        out.check_unaltered()
-        summary = self._summary(records)
-        self._write_report(summary)
-        if self._peers is not None:
-            self._peers.finish(summary)
-        return summary
-
-    def close(self) -> None:
-        """Stop threads and processes, and free memory."""
-        with closing(self._mode), closing(self._encoder):
-            pass
-
-    def _new_manifest(self) -> Manifest:
-        request, checkpoint = self._request, self._checkpoint
-        return Manifest(
-            model={
-                "fingerprint": checkpoint.fingerprint,
-                "tokenizer": tokenizer_hash(checkpoint.folder),
-                "chat_template": self._encoder.template_hash,
-            },
-            input={"sha256": self._index.sha256, "size_bytes": self._index.size_bytes},
-            settings=self._mode.settings(),
-            versions=software(),
-            began=datetime.now().astimezone(),
-            model_name=Path(request.model).name or checkpoint.folder.name,
-            weights=self._weights.files,
-        )
-
-    def _resume(self, out: OutputFile) -> bytearray:
-        """Resume the job of the output, with its start time, model name and sizes.
-
-        Returns:
-            [num_rows] RowState by ordinal, read from the output.
-        """
-        states, now, former = bytearray(self._index.num_rows), self._manifest, out.manifest
-        if self._request.restart:
-            out.check_ours()
-            former = None
-        else:
-            out.check_same_job(now)
-        if former is not None:
-            self._weights.check_same(former.weights, self._meter.note)
-            if self._weights.files != former.weights:
-                out.keep(replace(former, weights=self._weights.files))
-            if former.versions != now.versions:
-                then = name_values(former.versions)
-                self._meter.note(f"this job began with {then}; now {name_values(now.versions)}")
-            model_name = former.model_name or now.model_name
-            self._manifest = replace(now, began=former.began, sizes=former.sizes, model_name=model_name)
-            states, torn_bytes = out.resume(self._index)
-            if torn_bytes:
-                self._meter.note(f"{out.path}: dropped a torn last line of {torn_bytes} bytes")
-        self._encoder.now = self._manifest.began
-        return states
-
-    def _choose_batch_size(self) -> None:
-        """Set the batch size that `Completer.choose_batch_size` returns for the first rows."""
-        batches = BatchCutter(self._reader, bytearray(self._index.num_rows), self._mode.batch_size)
-        prompts = next((batch.prompts for batch in batches if batch.prompts), None)
-        if prompts is not None:
-            self._mode.batch_size = self._load(prompts).choose_batch_size(prompts)
-            self._mode.limit_batch_size(self._index.num_rows)
-            settings = {**self._manifest.settings, "batch_size": self._mode.batch_size}
-            self._manifest = replace(self._manifest, settings=settings)
-
-    def _load(self, prompts: Sequence[Prompt]) -> Completer:
-        """Return the completer. All ranks load the model for the first batch at the same time."""
-        mode, peers, say = self._mode, self._peers, self._meter.note
-        if mode.completer is not None:
-            return mode.completer
-        self._meter.begin("planning")
-        if peers is None:
-            return mode.load(prompts, self._manifest.sizes or self._choose_sizes(prompts))
-        mesh = choose_mesh(self._request, self._settings, lambda: self._planned(prompts), peers.hosts, say)
-        sizes = self._manifest.sizes or self._choose_sizes(prompts, mesh, len(set(peers.hosts)))
-        peers.open(prompts, sizes, mesh)
-        mode.num_shares = mesh.num_shares
-        completer = mode.load(prompts, sizes, mesh.stated)
-        peers.wait_ready(Ready(completer.sizes, completer.num_pages))
-        self._meter.load = lambda: completer.load().with_ranks(peers.loads())
-        return completer
-
-    def _choose_sizes(self, prompts: Sequence[Prompt], mesh: Mesh = ALONE, num_hosts: int = 1) -> Sizes:
-        if not self._mode.is_batched:
-            return {}
-        folder, say = self._checkpoint.folder, self._meter.note
-        return choose_sizes(folder, self._settings, self._planned(prompts), say, mesh, num_hosts)
-
-    def _planned(self, prompts: Sequence[Prompt]) -> Job:
-        """Return the job by rows from all over the input; by those of the first batch where no others can be used."""
-        num_rows, sample = self._index.num_rows, self._sample
-        return (sample if sample is not None and sample.prompts else RowSample(num_rows, tuple(prompts))).job()
-
-    def _finish(self, batch: Batch, out: OutputFile, records: Records, source: BatchSource) -> None:
-        """Compute a batch if needed, and write its missing rows. The other ranks begin with the first one computed."""
-        completer = self._load(batch.prompts) if batch.prompts else None
-        if not out.is_begun:
-            out.begin(self._manifest)
-        assert out.manifest is not None
-        if completer is not None and not out.manifest.sizes:
-            out.keep(replace(out.manifest, sizes=completer.sizes))
-        if completer is not None and not self._meter.forecast.stretches:
-            self._predict(completer, batch.prompts, records.states)
-        self._meter.begin("running")
-        missing = records.begin_batch(batch.missing)
-        if completer is None:
-            return
-        if self._peers is not None and not self._peers.has_started:
-            self._peers.start(source.next, records.begin_batch, records.write)
-        if self._peers is not None:
-            self._peers.share(batch.prompts, missing.keys())
-        with closing(self._mode.complete(batch.prompts, missing.keys())) as answers:
-            for prompt, answer in answers:
-                if self._peers is not None:
-                    self._peers.check()
-                if (ordinal := missing.get(id(prompt))) is not None:
-                    records.write(ordinal, prompt, answer)
-
-    def _predict(self, completer: Completer, prompts: Sequence[Prompt], states: bytearray) -> None:
-        """Predict the rows that the output lacks, before the first batch, of these prompts."""
-        mode, num_missing = self._mode, states.count(RowState.MISSING)
-        if self._sample is None or self._index.num_rows <= mode.batch_size:
-            forecast = forecast_batch(completer, prompts, num_missing, mode.num_shares)
-        else:
-            forecast = forecast_job(completer, self._sample, states, mode.batch_size, mode.num_shares)
-        self._meter.forecast = forecast
-        self._meter.note(f"predicted: {forecast.text}")
-
-    def _summary(self, records: Records) -> JobSummary:
-        meter, completer = self._meter, self._mode.completer
-        return JobSummary(
-            num_rows=meter.num_rows,
-            num_done=records.states.count(RowState.DONE),
-            num_failed=records.states.count(RowState.FAILED),
-            num_skipped=meter.num_skipped,
-            num_prompt_tokens=records.num_prompt_tokens,
-            num_output_tokens=records.num_output_tokens,
-            wall_s=time.monotonic() - meter.started_s,
-            running_s=meter.running_s,
-            predicted_s=0.0 if completer is None else completer.predicted_s,
-            computing_s=self._mode.computing_s,
-            stats=None if completer is None else completer.stats(),
-            notes=tuple(meter.notes),
-            output=str(self._request.output),
-            failures=dict(records.failures.most_common()),
-            device=self._mode.device,
-            predicted_tokens_per_s=meter.predicted_tokens_per_s,
-            other_ranks=() if self._peers is None else self._peers.stats(),
-            num_in_step=1 if self._peers is None else self._peers.num_in_step,
-            phase_s={phase: seconds for phase, seconds in meter.phase_s.items() if phase != "running"},
-        )
-
-    def _write_report(self, summary: JobSummary) -> None:
-        report = self._request.report
-        if report is None:
-            return
-        try:
-            write_report(report, summary, self._mode.close_timeline())
-        except OSError as error:
-            raise JobError(
-                f"report {report} cannot be written: {error.strerror} (errno {error.errno}). "
-                f"All rows are in {summary.output}"
-            ) from error
