@@ -13,6 +13,7 @@ from zinfer.config import Settings
 from zinfer.config.settings import say_without_effect
 from zinfer.errors import JobError
 from zinfer.jobs.arrangement import choose_mesh
+from zinfer.jobs.batch_source import BatchSource
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
@@ -21,7 +22,7 @@ from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.messages import Ready
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, RowWriter
-from zinfer.jobs.peers import BatchSource, Peers
+from zinfer.jobs.peers import Peers
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, prefetch_iter
 from zinfer.jobs.records import Records

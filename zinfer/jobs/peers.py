@@ -8,7 +8,7 @@ followers, compute it along with it.
 """
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -300,23 +300,6 @@ class Peers:
             self._failures.append((cause, failure))
             self._changed.notify_all()
         fail_models(failure)
-
-
-class BatchSource:
-    """Hands out each batch once, to several threads."""
-
-    def __init__(self, batches: Generator[Batch, None, None]) -> None:
-        self._batches, self._lock = batches, threading.Lock()
-
-    def next(self) -> Batch | None:
-        """Return the next batch, None after the last."""
-        with self._lock:
-            return next(self._batches, None)
-
-    def close(self) -> None:
-        """Hand out no further batch; waits for one that is being handed out."""
-        with self._lock:
-            self._batches.close()
 
 
 def _is_of_model(error: BaseException) -> bool:
