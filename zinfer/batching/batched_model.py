@@ -26,6 +26,7 @@ from zinfer.batching.stage_tokens import open_tokens
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.division import Prepare
+from zinfer.engine.input_errors import InputErrors
 from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.batching_support import check_family
@@ -319,6 +320,10 @@ class BatchedModel:
             free = self._estimator.free_tokens()
             self._batcher.meter.free_tokens = min(free, self.batching.tokens_per_pass)
         return self._batcher.meter
+
+    def measure_input_errors(self) -> InputErrors:
+        """Return what measures, in the passes to come, the errors of products with rounded inputs."""
+        return InputErrors(self._model.module, self._model.settings.quantization)
 
     def passes(self) -> list[tuple[PassSize, float]]:
         """Return size and seconds of each pass since the LLM was last idle, without the first pass."""
