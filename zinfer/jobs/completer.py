@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 from zinfer.batching.llm import LLM
 from zinfer.config.settings import Batching
+from zinfer.engine.input_errors import InputErrors
 from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.records import Encoding
@@ -30,8 +31,10 @@ class Completer(ABC):
 
     Args:
         stats, close: methods of the engine.
+        input_errors: measures products of the first rows.
 
     Attributes:
+        input_errors: as given.
         predicted_s: predicted seconds for the prompts completed so far.
         sizes: batch and cache sizes, kept for a run that resumes the job.
         num_pages: of the KV cache; 0 if it has none.
@@ -40,8 +43,8 @@ class Completer(ABC):
             a batch are.
     """
 
-    def __init__(self, stats: Callable[[], RunStats], close: Callable[[], None]) -> None:
-        self.stats, self.close = stats, close
+    def __init__(self, stats: Callable[[], RunStats], close: Callable[[], None], input_errors: InputErrors) -> None:
+        self.stats, self.close, self.input_errors = stats, close, input_errors
         self.predicted_s = 0.0
         self.sizes: dict[str, int | str] = {}
         self.num_pages = self.num_left_out = 0
@@ -97,7 +100,7 @@ class RaggedCompleter(Completer):
             beside_load=self._rehearsal.beside_load,
             **options,
         )
-        super().__init__(self._llm.stats, self._llm.close)
+        super().__init__(self._llm.stats, self._llm.close, self._llm.measure_input_errors())
         budget = self._llm.batching
         self.sizes = {name: size for name, size in options.items() if isinstance(size, str) and name in kept}
         if budget.swaps_to_disk:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from zinfer.engine.engine import InferenceEngine
+from zinfer.engine.input_errors import InputErrors
 from zinfer.engine.streamed_model import FindReserve
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.progress import Forecast, Load
@@ -104,10 +105,13 @@ class EncodingCompleter(Completer):
     Args:
         encoder: over the engine.
         tokens_per_pass: maximum per pass, padding included; a longer row gets a pass of its own.
+        input_errors: as for `Completer`.
     """
 
-    def __init__(self, engine: InferenceEngine, encoder: Encoder, tokens_per_pass: int) -> None:
-        super().__init__(engine.stats, engine.destroy)
+    def __init__(
+        self, engine: InferenceEngine, encoder: Encoder, tokens_per_pass: int, input_errors: InputErrors
+    ) -> None:
+        super().__init__(engine.stats, engine.destroy, input_errors)
         self._encoder = encoder
         self._tokens_per_pass = tokens_per_pass
 

@@ -14,6 +14,7 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
 from zinfer.config.settings import mute_key_report
 from zinfer.engine.engine import InferenceEngine
+from zinfer.engine.input_errors import InputErrors
 from zinfer.engine.streamed_model import FindReserve
 from zinfer.errors import ConfigError, JobError, PlanError
 from zinfer.jobs.arrangement import with_mesh
@@ -235,11 +236,12 @@ class ExecutionMode:
         settings = resolve_settings(request.config, {"device": request.device, **options})
         find_reserve = self._find_reserve(prompts) if self._encodes else None
         engine = InferenceEngine(request.model, settings, find_reserve=find_reserve)
+        input_errors = InputErrors(engine.module, settings.quantization)
         if self._is_padded:
-            return PaddedCompleter(engine, self._tokenizer, self._limits.most_tokens)
+            return PaddedCompleter(engine, self._tokenizer, self._limits.most_tokens, input_errors)
         pad_token_id = find_pad_token_id(padding_config(engine.module), self._tokenizer)
         encoder = Encoder(engine, request.task, request.pooling, pad_token_id)
-        return EncodingCompleter(engine, encoder, self._tokens_per_pass)
+        return EncodingCompleter(engine, encoder, self._tokens_per_pass, input_errors)
 
     def _find_reserve(self, prompts: Sequence[Prompt]) -> FindReserve | None:
         """Return an encoder's memory reserve; None if its config does not give its width."""

@@ -266,6 +266,7 @@ class JobRun:
             predicted_tokens_per_s=meter.predicted_tokens_per_s,
             other_ranks=() if self._peers is None else self._peers.stats(),
             num_in_step=1 if self._peers is None else self._peers.num_in_step,
+            input_errors={} if completer is None else completer.input_errors.by_layer(),
             phase_s={phase: seconds for phase, seconds in meter.phase_s.items() if phase != "running"},
         )
 

@@ -16,6 +16,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from zinfer.engine.engine import InferenceEngine
+from zinfer.engine.input_errors import InputErrors
 from zinfer.errors import JobError, PlanError
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.progress import Forecast, Load
@@ -36,10 +37,13 @@ class PaddedCompleter(Completer):
     Args:
         tokenizer: used only by the calling thread.
         max_tokens: limit for a prompt and its new tokens together; None: no limit.
+        input_errors: as for `Completer`.
     """
 
-    def __init__(self, engine: InferenceEngine, tokenizer: Any, max_tokens: int | None) -> None:
-        super().__init__(engine.stats, engine.destroy)
+    def __init__(
+        self, engine: InferenceEngine, tokenizer: Any, max_tokens: int | None, input_errors: InputErrors
+    ) -> None:
+        super().__init__(engine.stats, engine.destroy, input_errors)
         self._engine = engine
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens

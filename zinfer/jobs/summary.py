@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any, Final
 
 from rich.table import Table
@@ -33,6 +34,7 @@ class JobSummary:
         predicted_tokens_per_s: new tokens per second predicted for the rows of this run; 0: unknown.
         other_ranks: stats of ranks 1, 2 and so on, if several shared the job; ``stats`` are rank 0's.
         num_in_step: how many ranks make each pass together.
+        input_errors: of products whose inputs were rounded to 8 bits, by layer, on rank 0, as `InputErrors.by_layer`.
         phase_s: seconds of the phases before the first pass: "checking", "planning" and "loading".
     """
 
@@ -54,6 +56,7 @@ class JobSummary:
     predicted_tokens_per_s: float = 0.0
     other_ranks: tuple[RunStats, ...] = ()
     num_in_step: int = 1
+    input_errors: Mapping[str, float] = field(default_factory=dict)
     phase_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -102,6 +105,7 @@ def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
         "tokens": summary.num_prompt_tokens
         and f"{summary.num_prompt_tokens:,} in" + (f", {tokens:,} out" if tokens else ""),
         "output": summary.output,
+        "rounded inputs": _rounded_inputs(summary),
     }
     running = f", {duration(summary.running_s)} after loading" if summary.running_s else ""
     speed = {
@@ -129,6 +133,19 @@ def _places(stats: RunStats, device: str) -> str:
     counts = [(stats.blocks_by_home.get(tier, 0), place) for tier, place in places.items()]
     blocks = ", ".join(f"{count:,} {place}" for count, place in counts if count)
     return blocks.replace(" ", " block " if blocks.startswith("1 ") else " blocks ", 1)
+
+
+def _rounded_inputs(summary: JobSummary) -> str:
+    errors = summary.input_errors
+    if not errors:
+        return ""
+    worst = max(errors, key=lambda name: errors[name])
+    products = "products of rank 0" if summary.other_ranks else "products"
+    return (
+        f"{products} are {median(errors.values()):.2%} off at the median, {errors[worst]:.2%} at most ({worst}), each "
+        "measured once on real inputs against unrounded ones with the same quantized weights; this is not the error of "
+        "the output"
+    )
 
 
 def _prediction(summary: JobSummary) -> str:
