@@ -16,15 +16,17 @@ from zinfer.quantization.parameter import QuantizedParameter
 
 _MOST_TOKENS: Final = 64
 _SLICE_ELEMENTS: Final = 4 << 20  # of a matrix in float32 at a time: 16 MB of what a plan reserves for CUDA
+_MOST_SLICES: Final = 4
 
 
 class InputErrors:
     """Relative errors of linear layers that round their inputs, each measured once, in its first forward.
 
-    The error of a layer is ||rounded - exact|| / ||exact|| (Frobenius norms) over at most 64 of its tokens, evenly
-    spread, padding included. ``rounded`` is what the layer gave, without its bias; ``exact`` is the product of the same
-    inputs, not rounded, and the same quantized weights, in float32. So it is the error of single products on real
-    inputs, without that of the weights. It says nothing of errors that add up over layers, or of the text.
+    The error of a layer is ||rounded - exact|| / ||exact|| (Frobenius norms) over at most 64 of its tokens, padding
+    included, and 16 million elements of its matrix, both evenly spread. ``rounded`` is what the layer gave, without its
+    bias; ``exact`` is the product of the same inputs, not rounded, and the same quantized weights, in float32. So it is
+    the error of single products on real inputs, without that of the weights. It says nothing of errors that add up over
+    layers, or of the text.
 
     Results stay bit-identical, and nothing waits for the device. A rank measures its own part of each layer. Experts
     that are stacked in one parameter are not measured: the default implementations do not round their inputs.
@@ -88,7 +90,8 @@ def _squares(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None
     rounded_TR = output.reshape(-1, matrix.rows)[::step].float()
     rounded_TR = rounded_TR if bias is None else rounded_TR - bias.float()
     squares = torch.zeros(2, dtype=torch.float64, device=x.device)
-    for rows in matrix.slices(_SLICE_ELEMENTS):
+    slices = [*matrix.slices(_SLICE_ELEMENTS)]
+    for rows in slices[:: -(-len(slices) // _MOST_SLICES)]:
         exact_TR = x_TC @ dequantize_ref(matrix.part(rows), torch.float32).T
         error_TR = rounded_TR[:, rows] - exact_TR
         squares += torch.stack([error_TR.double().square().sum(), exact_TR.double().square().sum()])
