@@ -339,3 +339,20 @@ def test_a_manifest_that_does_not_fit_leaves_the_former_one(path: Path, monkeypa
         write_manifest(path, replace(MANIFEST, model={"fingerprint": "g"}))
     assert path.read_bytes() == former
     assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("altered", "told"),
+    [(b"", "it has no end"), (b"x" * 19 + b"\n", "Expecting value"), (b"\n" * 99, "Expecting value")],
+)
+def test_rows_that_are_changed_before_they_are_followed_end_the_job(
+    path: Path, index: RowIndex, altered: bytes, told: str
+) -> None:
+    path.write_bytes(b"".join(encode_row({**row, "num_output_tokens": 1}) for row in ROWS[:1]))
+    write_manifest(manifest_path(path), MANIFEST)
+    with closing(OutputFile(path)) as out:
+        out.resume(index)
+        assert out.token_ids_of(0) == ((1,),)
+        path.write_bytes(altered)
+        with pytest.raises(JobError, match=rf"was changed while the job ran: at byte 0 no row begins \({told}"):
+            out.token_ids_of(0)

@@ -130,17 +130,23 @@ class OutputFile:
         """Return the tokens of each completion in a row that `resume` found; None if it does not have them.
 
         Raises:
-            JobError: the file cannot be read.
+            JobError: the file cannot be read, or was changed since.
         """
         begin, line = self._begins[ordinal], b""
         try:
             while not line.endswith(b"\n"):
                 part = os.pread(self._descriptor, _READ_BYTES, begin + len(line))
-                assert part, "a line without an end"
+                if not part:
+                    raise ValueError("it has no end")
                 line += part[: part.find(b"\n") + 1 or None]
+            return read_token_ids(json.loads(line))
         except OSError as error:
             raise JobError(f"output {self.path} cannot be read: {error.strerror} (errno {error.errno})") from error
-        return read_token_ids(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise JobError(
+                f"output {self.path} was changed while the job ran: at byte {begin} no row begins ({error}). Put back "
+                "what was there, if you can, and run the same command again"
+            ) from error
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows and sync them to disk.

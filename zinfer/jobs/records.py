@@ -137,20 +137,24 @@ def read_record(record: Any) -> tuple[RowId, bool]:
     raise ValueError("no row with an id")
 
 
-def read_token_ids(record: Mapping[str, Any]) -> tuple[tuple[int, ...], ...] | None:
-    """Return the tokens of each completion in an output row; None if it does not have them."""
+def read_token_ids(record: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Return the tokens of each completion in an output row; None if it has not as many as it says."""
     match record:
-        case {"custom_id": _, "token_ids": list(several)}:
+        case {
+            "custom_id": _,
+            "token_ids": list(several),
+            "response": {"body": {"usage": {"completion_tokens": num_tokens}}},
+        }:
             pass
-        case {"outputs": [*outputs]}:
+        case {"outputs": [*outputs], "num_output_tokens": num_tokens}:
             several = [each.get("token_ids") if isinstance(each, dict) else None for each in outputs]
-        case {"token_ids": ids}:
+        case {"token_ids": ids, "num_output_tokens": num_tokens}:
             several = [ids]
         case _:
             return None
     if not all(isinstance(ids, list) and all(type(each) is int for each in ids) for ids in several):
         return None
-    return tuple(map(tuple, several))
+    return tuple(map(tuple, several)) if sum(map(len, several)) == num_tokens else None
 
 
 def _error(row_id: RowId, message: str) -> dict[str, Any]:
