@@ -44,6 +44,7 @@ class RunStats:
         swapped_bytes_written: bytes of preempted sequences' KV cache written to the disk.
         swapped_bytes_read: bytes of it read back.
         passes: forwards of the whole model.
+        passes_left_out: passes that were not computed, since all their tokens were known.
         guessed_tokens: tokens that were guessed, and verified by passes of `zinfer.LLM`.
         accepted_tokens: those of them that were right: each saved its sequence a pass.
         wall_s: seconds inside forward and generate calls; on a CUDA device a forward may return before it is computed.
@@ -70,6 +71,7 @@ class RunStats:
     swapped_bytes_written: int = 0
     swapped_bytes_read: int = 0
     passes: int = 0
+    passes_left_out: int = 0
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     wall_s: float = 0.0

@@ -13,7 +13,7 @@ from zinfer.jobs import run_job
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.job_forecast import forecast_batch, forecast_job
 from zinfer.jobs.progress import Forecast, JobForecast, Meter, Stretch
-from zinfer.jobs.prompts import Prompt
+from zinfer.jobs.prompts import Batch, Prompt
 from zinfer.jobs.row_sample import RowSample
 from zinfer.jobs.rows import BadRow, Row, RowState
 from zinfer.jobs.summary import JobSummary
@@ -98,15 +98,21 @@ def test_groups_of_ranks_share_the_time() -> None:
     assert several.passes(40) == alone.passes(40)
 
 
-def test_a_job_of_one_batch_is_predicted_by_its_rows() -> None:
-    fresh = forecast_batch(cast(Completer, SlowestRow()), RISING, 41, 1)
-    assert (fresh.text, fresh.seconds(41)) == ("50 s", 50)
+def of_batch(prompts: Sequence[Prompt], num_missing: int) -> JobForecast:
+    """What is predicted of a batch whose last rows are missing."""
+    missing = list(enumerate(prompts))[-num_missing:]
+    return forecast_batch(cast(Completer, SlowestRow()), Batch(tuple(missing), tuple(prompts)), 1)
+
+
+def test_a_batch_is_predicted_by_its_rows() -> None:
+    fresh = of_batch(RISING, 40)
+    assert (fresh.text, fresh.seconds(40)) == ("50 s", 50)
     assert fresh.batch(0, 40) == (50, 50)
-    resumed = forecast_batch(cast(Completer, SlowestRow()), RISING, 10, 1)
-    assert resumed.seconds(10) == 12.5
+    resumed = of_batch(RISING, 10)
+    assert resumed.seconds(10) == 50
     assert resumed.batch(0, 40) == (50, 50), "rows that the output has are computed with the others"
     written = [replace(each, written_ids=((5,),)) for each in RISING[:30]]
-    resumed = forecast_batch(cast(Completer, SlowestRow()), [*written, *RISING[30:]], 10, 1)
+    resumed = of_batch([*written, *RISING[30:]], 10)
     assert resumed.seconds(10) == 50, "or keep their places"
     assert resumed.batch(0, 10) == (50, 50)
 

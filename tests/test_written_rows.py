@@ -1,6 +1,7 @@
 """Jobs that go on: what becomes of rows that are written, and how large batches are for it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from test_jobs_batched import ROWS, prompts, run
 
 from zinfer.batching.llm import LLM
 from zinfer.jobs.request import manifest_path
+from zinfer.jobs.summary import summary_rows
 
 __all__ = ["model", "output", "prompts"]  # fixtures
 
@@ -26,13 +28,60 @@ def test_rows_that_are_written_are_followed_and_not_computed_again(
     output.write_bytes(b"".join(whole[kept]))
     summary = run(model, prompts, output, config=few)
     assert sorted(output.read_bytes().splitlines(keepends=True)) == sorted(whole)
-    left_out = sum(int(note.split()[0]) for note in summary.notes if "passes were left out" in note)
     assert before.stats is not None
     assert summary.stats is not None
+    left_out = summary.stats.passes_left_out
     assert summary.stats.passes + left_out == before.stats.passes, "no batch is complete"
     assert left_out or kept != slice(15)
+    shown = dict(row for section in summary_rows(summary) for row in section)["passes"]
+    assert shown.endswith(f"; {left_out} with written rows alone were left out") == bool(left_out)
     assert any("keep their places in the passes" in note for note in summary.notes)
     assert not any("recomputing" in note for note in summary.notes)
+
+
+@pytest.mark.parametrize("batch_size", [40, 20])
+def test_the_passes_of_what_is_left_are_predicted(model: Path, output: Path, batch_size: int) -> None:
+    rows = [
+        {
+            "id": f"{number}",
+            "prompt": f"{chr(97 + number % 26)}{number:02}",
+            "max_new_tokens": 3 + number % 7,
+            "ignore_eos": True,
+        }
+        for number in range(40)
+    ]
+    prompts = write_rows(output.with_name("in.jsonl"), rows)
+    few: dict[str, Any] = {"config": {"zinfer": {"max_sequences": 4}}, "batch_size": batch_size}
+    run(model, prompts, output, **few)
+    whole = output.read_bytes()
+    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:15]))
+    summary = run(model, prompts, output, **few)
+    assert output.read_bytes() == whole
+    [told] = [note for note in summary.notes if note.startswith("predicted: ")]
+    passes = sum(int(number) for number in re.findall(r"([0-9]+) passes", told))
+    assert summary.stats is not None
+    assert summary.stats.passes_left_out > 0
+    assert passes == summary.stats.passes
+    assert summary.predicted_tokens_per_s < 40 * 9 / summary.predicted_s
+
+
+def test_what_may_change_last_bits_is_said(model: Path, prompts: Path, output: Path) -> None:
+    run(model, prompts, output)
+    lines = output.read_bytes().splitlines(keepends=True)
+    kept = json.loads(manifest_path(output).read_text())
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({}, ""),
+        ({"divided": {"tensor": 2}}, "tensor 2, now undivided layers"),
+        ({"sizes": {**kept["sizes"], "swaps_to_disk": 1}}, "swaps_to_disk 1, now none"),
+        ({"sizes": {**kept["sizes"], "most_swapped_pages": 1}}, "most_swapped_pages 1, now "),
+    ]
+    for change, told in changes:
+        output.write_bytes(b"".join(lines[:20]))
+        manifest_path(output).write_text(json.dumps({**kept, **change}))
+        notes = [
+            note for note in run(model, prompts, output).notes if "last bits of the missing rows may differ" in note
+        ]
+        assert [told in note for note in notes] == [True] * bool(told), (notes, told)
 
 
 def mixture_job(folder: Path, num_rows: int) -> tuple[Path, Path, Path]:
@@ -92,7 +141,7 @@ def test_rows_that_are_written_are_left_out_if_so_asked(
     assert summary.num_skipped == len(whole[kept])
     assert sum(computed) == len({row["id"] for row in ROWS} - written - {"bad", "worse"})
     assert not any("recomputing" in note for note in summary.notes)
-    assert any("are computed again; written rows are not" in note for note in summary.notes)
+    assert any("rows under way are computed again" in note for note in summary.notes)
 
     def texts(rows: list[dict[str, Any]]) -> dict[str, Any]:  # without log-probabilities, which may differ in a bit
         return {row["id"]: {key: value for key, value in row.items() if key != "logprobs"} for row in rows}

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -227,7 +227,8 @@ class BatchedModel:
         found = self._cache.add_to(self._model.stats(self._cache.bytes_to_device))
         guesses = self._speculation
         guessed, accepted = (guesses.num_guessed, guesses.num_accepted) if guesses is not None else (0, 0)
-        return replace(found, passes=self._runner.num_passes, guessed_tokens=guessed, accepted_tokens=accepted)
+        passes, left_out = self._runner.num_passes, self._batcher.num_left_out
+        return replace(found, passes=passes, passes_left_out=left_out, guessed_tokens=guessed, accepted_tokens=accepted)
 
     def predict(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
         """Predict the seconds that completing such prompts takes on this machine, by simulating the passes.
@@ -243,6 +244,10 @@ class BatchedModel:
             PlanError: a sequence does not fit the cache even alone.
         """
         return self._estimator.of_texts(prompt_lens, new_tokens)
+
+    def predict_rest(self, prompt_lens: Sequence[int], new_tokens: Sequence[int], missing: Set[int]) -> JobPrediction:
+        """Predict a call with known tokens, as `JobEstimator.of_rest`."""
+        return self._estimator.of_rest(prompt_lens, new_tokens, missing)
 
     def predict_passes(self) -> JobPrediction:
         """Predict the seconds of the passes since the LLM was last idle; rates as for `predict`.
@@ -280,11 +285,6 @@ class BatchedModel:
     def num_passes(self) -> int:
         """Passes launched so far."""
         return self._runner.num_passes
-
-    @property
-    def num_left_out(self) -> int:
-        """Passes that were not computed, since all their tokens were known."""
-        return self._batcher.num_left_out
 
     @property
     def num_running(self) -> int:

@@ -16,7 +16,7 @@ from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.request import JobRequest
 from zinfer.offload.stats import RunStats
 from zinfer.planning.job_plan import ROWS_TOGETHER
-from zinfer.planning.job_sizes import PAGES, SWAPS, Sizes, split
+from zinfer.planning.job_sizes import MOST_SWAPPED, PAGES, SWAPS, Sizes, split
 from zinfer.requests.completion import Completion
 
 Answer: TypeAlias = tuple[Completion, ...] | Encoding
@@ -38,7 +38,6 @@ class Completer(ABC):
         predicted_s: predicted seconds for the prompts completed so far.
         sizes: batch and cache sizes, kept for a run that resumes the job.
         num_pages: of the KV cache; 0 if it has none.
-        num_left_out: passes that were not computed, since they had only rows that are written.
         most_under_way: rows that are computed at once, where no others are computed again after a crash; None: all of
             a batch are.
     """
@@ -47,7 +46,7 @@ class Completer(ABC):
         self.stats, self.close, self.input_errors = stats, close, input_errors
         self.predicted_s = 0.0
         self.sizes: dict[str, int | str] = {}
-        self.num_pages = self.num_left_out = 0
+        self.num_pages = 0
         self.most_under_way: int | None = None
         self._load = Load()
 
@@ -110,6 +109,7 @@ class RaggedCompleter(Completer):
             "max_sequences": budget.max_sequences,
             "kv_page_size": budget.page_size,
             **({"kv_cache_memory": budget.kv_bytes} if arguments[PAGES] is None else {PAGES: budget.num_pages}),
+            **({MOST_SWAPPED: budget.most_swapped_pages} if budget.most_swapped_pages else {}),
         }
         self.num_pages = budget.num_pages
         self.most_under_way = None if self._llm.has_experts else budget.max_sequences
@@ -127,8 +127,9 @@ class RaggedCompleter(Completer):
 
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
         """Simulate some rows, evenly spread, and extrapolate: simulating all of them would take long."""
-        missing = (each for each in prompts if not self.follows(each))
-        fitting = [each for each in missing if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
+        fitting = [each for each in prompts if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
+        if any(map(self.follows, fitting)):
+            return self._forecast_rest(fitting)
         count = min(len(fitting), _MOST_SIMULATED)
         spread = (fitting[number * len(fitting) // count] for number in range(count))
         sequences = [prompt for prompt in spread for _ in range(prompt.params.n)]
@@ -138,6 +139,22 @@ class RaggedCompleter(Completer):
         simulated = self._llm.predict(prompt_lens, [each.max_new_tokens for each in sequences])
         predicted = simulated.repeated(len(fitting) / count)
         text = f"{predicted} for {sum(each.params.n for each in fitting):,} sequences"
+        return Forecast(text, predicted.tokens_per_s, predicted.seconds, predicted.num_passes)
+
+    def _forecast_rest(self, prompts: Sequence[Prompt]) -> Forecast:
+        """Simulate all rows that share passes, of which some are written."""
+        prompt_lens, new_tokens, missing = list[int](), list[int](), set[int]()
+        for each in prompts:
+            if self.follows(each):
+                new_tokens += [max(len(ids), 1) for ids in each.written_ids or ()]
+            else:
+                missing.update(range(len(prompt_lens), len(prompt_lens) + each.params.n))
+                new_tokens += [each.max_new_tokens] * each.params.n
+            prompt_lens += [len(each.token_ids)] * each.params.n
+        if not missing:
+            return Forecast("nothing, since no missing row of the first batch fits the KV cache")
+        predicted = self._llm.predict_rest(prompt_lens, new_tokens, missing)
+        text = f"{predicted} for {len(missing):,} missing of {len(prompt_lens):,} sequences"
         return Forecast(text, predicted.tokens_per_s, predicted.seconds, predicted.num_passes)
 
     def choose_batch_size(self, prompts: Sequence[Prompt]) -> int:
@@ -158,7 +175,7 @@ class RaggedCompleter(Completer):
         """See `Completer.complete`. All prompts that are not followed are computed, since they share passes."""
         self._llm.reset_prefix_cache()
         found: defaultdict[int, list[Completion]] = defaultdict(list)
-        before, num_left_out = self._llm.num_new_tokens, self._llm.num_left_out
+        before = self._llm.num_new_tokens
         token_ids = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
         known = {number: each.written_ids for number, each in enumerate(prompts) if self.follows(each)}
         with closing(self._llm.stream(token_ids, [prompt.params for prompt in prompts], known=known)) as stream:
@@ -168,6 +185,5 @@ class RaggedCompleter(Completer):
                 if len(found[index]) == prompts[index].params.n:
                     yield prompts[index], tuple(sorted(found.pop(index), key=lambda each: each.sample_index))
         self._rehearsal.note_passes()
-        self.num_left_out += self._llm.num_left_out - num_left_out
         if self._llm.num_new_tokens > before and not self._llm.is_following:
             self.predicted_s += self._llm.predict_passes().seconds

@@ -102,6 +102,7 @@ class ExecutionMode:
         self.completer: Completer | None = None
         self.computing_s = 0.0
         self._timeline: Timeline | None = None
+        self._says_places = False
 
     def reuse_batch_size(self, settings: Mapping[str, str | int]) -> None:
         """Use the batch size of the job being resumed, unless the caller set one."""
@@ -179,12 +180,13 @@ class ExecutionMode:
         assert self.completer is not None
         begin_s, meter, completer = time.monotonic(), self._meter, self.completer
         if not self.computing_s:
-            self._say_what_is_lost(completer, len(prompts))
-        num_followed, num_left_out = sum(map(completer.follows, prompts)), completer.num_left_out
+            self._say_what_is_lost(completer, prompts)
+        num_followed = sum(map(completer.follows, prompts))
         meter.begin_batch(len(missing), len(prompts) - num_followed)
-        if num_followed:
+        if num_followed and not self._says_places:
+            self._says_places = True
             meter.note(
-                f"{num_followed:,} written rows keep their places in the passes, so that the missing ones get the same "
+                "written rows keep their places in the passes of their batch, so that the missing ones get the same "
                 "bytes as without the interruption; passes without missing rows are left out"
             )
         if num_again := len(prompts) - num_followed - len(missing):
@@ -197,22 +199,21 @@ class ExecutionMode:
         kept = f"The rows in {self._request.output} are kept"
         with _job_errors(rows, kept), closing(completer.complete(prompts, missing)) as completed:
             yield from completed
-        if num_followed:
-            meter.note(f"{completer.num_left_out - num_left_out:,} passes were left out")
         meter.end_batch()
         self.computing_s += time.monotonic() - begin_s
 
-    def _say_what_is_lost(self, completer: Completer, batch_size: int) -> None:
-        """Say how many rows are computed again if the job is stopped."""
-        meter, most = self._meter, batch_size
+    def _say_what_is_lost(self, completer: Completer, prompts: Sequence[Prompt]) -> None:
+        """Say what is computed again if the job is stopped: a batch, or what the rows under way have shared."""
+        meter, most = self._meter, len(prompts)
+        seconds, passes = meter.forecast.batch(0, most)
+        what = "rows are computed again"
         if completer.most_under_way is not None:
             most = min(most, completer.most_under_way)
+            seconds *= min(max(each.max_new_tokens for each in prompts) / max(passes, 1.0), 1.0)
+            what = "rows under way are computed again, in passes as large as before"
         most = min(most * self.num_shares, meter.num_rows)  # each group has a batch of its own
-        if completer.most_under_way is not None or self._request.only_missing:
-            meter.note(f"if stopped, at most {most:,} rows under way are computed again; written rows are not")
-            return
-        taking = f" ({duration(meter.predicted_row_s * most)})" if meter.predicted_row_s else ""
-        meter.note(f"if stopped, at most {most:,} rows are computed again{taking}; written rows are kept")
+        taking = f" ({duration(seconds)})" if seconds else ""
+        meter.note(f"if stopped, at most {most:,} {what}{taking}; written rows are kept")
 
     def close_timeline(self) -> list[Moment]:
         """Stop the timeline and return its moments; empty without a report or if nothing was computed."""

@@ -6,7 +6,7 @@ from typing import Final
 
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.progress import JobForecast, Stretch
-from zinfer.jobs.prompts import Prompt
+from zinfer.jobs.prompts import Batch, Prompt
 from zinfer.jobs.row_sample import RowSample
 from zinfer.jobs.rows import RowState
 from zinfer.planning.step_time import speed
@@ -45,12 +45,11 @@ def forecast_job(
     return JobForecast(_text(stretches, texts), tuple(stretches))
 
 
-def forecast_batch(completer: Completer, prompts: Sequence[Prompt], num_missing: int, num_shares: int) -> JobForecast:
-    """Predict a job of one batch, of which the output lacks some rows."""
-    forecast = completer.forecast(prompts)
-    num_computed = sum(not completer.follows(each) for each in prompts)
-    times = min(num_missing / num_computed, 1.0)  # written rows may be computed with the missing ones
-    return JobForecast(forecast.text, (Stretch.of([forecast], num_missing, times * num_computed, times, num_shares),))
+def forecast_batch(completer: Completer, batch: Batch, num_shares: int) -> JobForecast:
+    """Predict a batch, of which the output may have some rows; these may be computed again with the others."""
+    forecast = completer.forecast(batch.prompts)
+    num_computed = sum(not completer.follows(each) for each in batch.prompts)
+    return JobForecast(forecast.text, (Stretch.of([forecast], len(batch.missing), num_computed, 1.0, num_shares),))
 
 
 def _typical_batches(prompts: Sequence[Prompt], size: int) -> list[Sequence[Prompt]]:

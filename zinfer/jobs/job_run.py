@@ -1,7 +1,7 @@
 """`JobRun`: one run of a job, from what the output has to its summary."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
@@ -23,7 +23,7 @@ from zinfer.jobs.messages import Ready
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, RowWriter
 from zinfer.jobs.peers import Peers
-from zinfer.jobs.progress import Meter
+from zinfer.jobs.progress import JobForecast, Meter
 from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, prefetch_iter
 from zinfer.jobs.records import Records
 from zinfer.jobs.report import write_report
@@ -74,6 +74,7 @@ class JobRun:
         self._index = scan_input(request.input, may_be_empty=True)
         self._reader = PromptReader(self._encoder, self._index, request.max_new_tokens, generates=generates)
         self._sample: RowSample | None = None
+        self._divided: Mapping[str, int] = {}
         rows = map(self._reader.read, read_lines(request.input))
         if tokenizer is None and self._index.num_rows and not any(isinstance(row, Prompt) for row in rows):
             raise UnusableInput(f"model {self._checkpoint.folder} has no tokenizer; {NO_TOKENIZER}")
@@ -165,7 +166,8 @@ class JobRun:
                 then = name_values(former.versions)
                 self._meter.note(f"this job began with {then}; now {name_values(now.versions)}")
             model_name = former.model_name or now.model_name
-            self._manifest = replace(now, began=former.began, sizes=former.sizes, model_name=model_name)
+            began, sizes, divided = former.began, former.sizes, former.divided
+            self._manifest = replace(now, began=began, sizes=sizes, divided=divided, model_name=model_name)
             states, torn_bytes = out.resume(self._index)
             if torn_bytes:
                 self._meter.note(f"{out.path}: dropped a torn last line of {torn_bytes} bytes")
@@ -191,6 +193,7 @@ class JobRun:
         if peers is None:
             return mode.load(prompts, self._manifest.sizes or self._choose_sizes(prompts))
         mesh = choose_mesh(self._request, self._settings, lambda: self._planned(prompts), peers.hosts, say)
+        self._divided = mesh.divided
         sizes = self._manifest.sizes or self._choose_sizes(prompts, mesh, len(set(peers.hosts)))
         peers.open(prompts, sizes, mesh)
         mode.num_shares = mesh.num_shares
@@ -216,10 +219,12 @@ class JobRun:
         if not out.is_begun:
             out.begin(self._manifest)
         assert out.manifest is not None
-        if completer is not None and not out.manifest.sizes:
-            out.keep(replace(out.manifest, sizes=completer.sizes))
         if completer is not None and not self._meter.forecast.stretches:
-            self._predict(completer, batch.prompts, records.states)
+            self._note_changes(out.manifest, completer)
+        if completer is not None and not out.manifest.sizes:
+            out.keep(replace(out.manifest, sizes=completer.sizes, divided=self._divided))
+        if completer is not None and not self._meter.forecast.stretches:
+            self._predict(completer, batch, records.states)
         self._meter.begin("running")
         missing = records.begin_batch(batch.missing)
         if completer is None:
@@ -235,15 +240,30 @@ class JobRun:
                 if (ordinal := missing.get(id(prompt))) is not None:
                     records.write(ordinal, prompt, answer)
 
-    def _predict(self, completer: Completer, prompts: Sequence[Prompt], states: bytearray) -> None:
-        """Predict the rows that the output lacks, before the first batch, of these prompts."""
-        mode, num_missing = self._mode, states.count(RowState.MISSING)
-        if self._sample is None or self._index.num_rows <= mode.batch_size:
-            forecast = forecast_batch(completer, prompts, num_missing, mode.num_shares)
-        else:
-            forecast = forecast_job(completer, self._sample, states, mode.batch_size, mode.num_shares)
-        self._meter.forecast = forecast
-        self._meter.note(f"predicted: {forecast.text}")
+    def _note_changes(self, former: Manifest, completer: Completer) -> None:
+        """Say what has changed since the job began that may change the bits of rows, if it began before."""
+        if not former.sizes:
+            return
+        then, now = dict(former.sizes), dict(completer.sizes)
+        changed = [f"{name} {then[name]}, now {now.get(name, 'none')}" for name in then if then[name] != now.get(name)]
+        if former.divided != self._divided:
+            words = (name_values(each) or "undivided layers" for each in (former.divided, self._divided))
+            changed.append(", now ".join(words))
+        if changed:
+            self._meter.note(f"this job began with {'; '.join(changed)}: last bits of the missing rows may differ")
+
+    def _predict(self, completer: Completer, batch: Batch, states: bytearray) -> None:
+        """Predict the rows that the output lacks, before the first batch: this one by itself if it is not whole."""
+        mode, rest, forecasts = self._mode, bytearray(states), list[JobForecast]()
+        if self._sample is None or self._index.num_rows <= mode.batch_size or batch.has_written:
+            forecasts.append(forecast_batch(completer, batch, mode.num_shares))
+            for ordinal, _ in batch.missing:
+                rest[ordinal] = RowState.DONE
+        if self._sample is not None and RowState.MISSING in rest:
+            forecasts.append(forecast_job(completer, self._sample, rest, mode.batch_size, mode.num_shares))
+        text = "; then ".join(each.text for each in forecasts)
+        self._meter.forecast = JobForecast(text, tuple(part for each in forecasts for part in each.stretches))
+        self._meter.note(f"predicted: {text}")
 
     def _summary(self, records: Records) -> JobSummary:
         meter, completer = self._meter, self._mode.completer

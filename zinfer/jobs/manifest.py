@@ -4,6 +4,7 @@ It leaves out memory budgets, so a job can be resumed with others. A resumed job
 chose; those set by the user are compared.
 """
 
+from collections.abc import Mapping
 from dataclasses import field
 from datetime import datetime
 from pathlib import Path
@@ -36,6 +37,7 @@ class Manifest:
         versions: software that began the job.
         began: local start time, which stays "now" for chat templates that write the date.
         sizes: batch and cache sizes, and whether tokens are guessed, chosen at the first row; empty before that.
+        divided: among how many ranks layers or the model were, by the mode.
         model_name: model name in OpenAI rows that name none.
         weights: by file name; `jobs.weights` compares them.
     """
@@ -48,6 +50,7 @@ class Manifest:
     versions: dict[str, str]
     began: datetime
     sizes: dict[str, Annotated[int | str, PlainValidator(_size)]] = field(default_factory=dict)
+    divided: Mapping[str, int] = field(default_factory=dict)
     model_name: str = ""
     weights: dict[str, WeightsFile] = field(default_factory=dict)
 

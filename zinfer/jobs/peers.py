@@ -22,7 +22,7 @@ from zinfer.jobs.request import OtherRankFailed, UnusableInput
 from zinfer.jobs.rows import BadRow
 from zinfer.jobs.summary import JobSummary
 from zinfer.offload.stats import RunStats
-from zinfer.planning.job_sizes import Sizes
+from zinfer.planning.job_sizes import MOST_SWAPPED, Sizes
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.links import open_links
 from zinfer.ranks.mesh import Mesh
@@ -34,12 +34,13 @@ from zinfer.units import name_values
 _GRACE_S: Final = 2.0  # for news of the rank that failed first, if others fail with it
 _LATE_GRACE_S: Final = 0.2
 _BYTES: Final = "kv_cache_memory"
+_OWN: Final = (_BYTES, MOST_SWAPPED)  # of each rank
 _AGAIN: Final = "run the same command again to go on"
 
 
 def _passes(ready: Ready) -> Sizes:
     """Return what decides a rank's passes: of its KV cache the pages, whatever they take."""
-    sizes = {name: size for name, size in ready.sizes.items() if name != _BYTES}
+    sizes = {name: size for name, size in ready.sizes.items() if name not in _OWN}
     return {**sizes, "pages of the KV cache": ready.num_pages}
 
 

@@ -118,6 +118,11 @@ class Batch:
     missing: tuple[tuple[int, Prompt | BadRow], ...]
     prompts: tuple[Prompt, ...]
 
+    @property
+    def has_written(self) -> bool:
+        """Whether the output has rows of some of the prompts."""
+        return len(self.prompts) > sum(isinstance(item, Prompt) for _, item in self.missing)
+
 
 class BatchCutter:
     """Iterates over the batches that have rows missing from the output.

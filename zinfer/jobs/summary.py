@@ -112,7 +112,7 @@ def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
         "speed": tokens and f"{summary.tokens_per_s:,.1f} tokens/s",
         "time": f"{duration(summary.wall_s)}{running}",
         "prediction": _prediction(summary),
-        "passes": f"{summary.stats.passes:,}" if summary.stats else "",
+        "passes": _passes(summary),
     }
     bound = _bound_rows(summary.stats, summary.device) if summary.stats else {}
     if summary.stats and summary.other_ranks:
@@ -146,6 +146,13 @@ def _rounded_inputs(summary: JobSummary) -> str:
         "measured once on real inputs against unrounded ones with the same quantized weights; this is not the error of "
         "the output"
     )
+
+
+def _passes(summary: JobSummary) -> str:
+    ranks = [each for each in (summary.stats, *summary.other_ranks) if each is not None]
+    left_out = sum(each.passes_left_out for each in ranks)
+    passes = f"{ranks[0].passes:,}" if ranks else ""
+    return passes + (f"; {left_out:,} with written rows alone were left out" if left_out else "")
 
 
 def _prediction(summary: JobSummary) -> str:

@@ -1,14 +1,14 @@
 """`JobEstimator`: predicts the time of a job's passes, simulated or computed ones."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
 from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.planning.simulation import Simulations, simulated_ranks
+from zinfer.planning.simulation import Simulations, simulate, simulated_ranks
 from zinfer.planning.step_time import PassTime, speed
 from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.pass_order import USUAL, PassOrder
@@ -119,6 +119,19 @@ class JobEstimator:
         simulations = Simulations(prompt_lens, each, self.window, other=other, num_ranks=self.num_ranks)
         passes = simulations.under(self.budget, self.order)
         return self.of_passes(passes.together, passes.own)
+
+    def of_rest(self, prompt_lens: Sequence[int], new_tokens: Sequence[int], missing: Set[int]) -> JobPrediction:
+        """Predict the passes in which missing prompts take part, beside others whose tokens are known.
+
+        Args:
+            prompt_lens, new_tokens: of all that share passes; tokens that are known as many as they are.
+            missing: numbers of those whose tokens count, at least one.
+
+        Raises:
+            PlanError: a sequence does not fit the cache even alone.
+        """
+        found = self.of_passes(simulate(prompt_lens, new_tokens, self.budget, self.window, self.order, wanted=missing))
+        return replace(found, tokens_per_s=sum(new_tokens[number] for number in missing) / found.seconds)
 
     def of_passes(self, sizes: Sequence[PassSize], own: Sequence[PassSize] | None = None) -> JobPrediction:
         """Predict passes of these sizes.

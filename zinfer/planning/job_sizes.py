@@ -28,7 +28,8 @@ SWAPS: Final = "swaps_to_disk"
 """Beside those keys: whether preempted sequences are swapped to disk."""
 PAGES: Final = "num_pages"
 """Of the KV cache, in place of its bytes, which differ among ranks that have parts of a model."""
-
+MOST_SWAPPED: Final = "most_swapped_pages"
+"""As `BatchingBudget.most_swapped_pages`, which follows from the memory; kept to be compared."""
 
 _BYTES: Final = "kv_cache_memory"
 
@@ -119,7 +120,7 @@ def _pages_of_ranks(planned: JobPlan, mesh: Mesh) -> int:
 
 def split(sizes: Sizes) -> tuple[dict[str, int | str], dict[str, Any]]:
     """Return the keys of the section `zinfer`, and the arguments of `LLM` that are no keys."""
-    keys = {name: size for name, size in sizes.items() if name not in (SWAPS, PAGES)}
+    keys = {name: size for name, size in sizes.items() if name not in (SWAPS, PAGES, MOST_SWAPPED)}
     return keys, {SWAPS: find_swaps(sizes), PAGES: sizes.get(PAGES)}
 
 

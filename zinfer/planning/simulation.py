@@ -11,7 +11,7 @@ simulated, each with rows of its own; others make the same passes as one of them
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import compress, zip_longest
 from statistics import fmean
@@ -35,6 +35,7 @@ def simulate(
     window: int | None = None,
     order: PassOrder = USUAL,
     most_passes: float = math.inf,
+    wanted: Container[int] | None = None,
 ) -> list[PassSize]:
     """Schedule the passes of a job.
 
@@ -45,14 +46,15 @@ def simulate(
         window: as for `Scheduler`.
         order: of every pass.
         most_passes: more are not of interest; one more is returned then.
+        wanted: numbers of prompts; passes without any of them are left out. None: there are no such passes.
 
     Raises:
         PlanError: a sequence does not fit the cache even alone.
     """
     # Prompts share no prefix, and hashing pages takes most of the time, so try without prefix sharing. But a preempted
     # sequence may find its own pages when it resumes: then simulate again with sharing.
-    passes = _passes(prompt_lens, new_tokens, budget, window, order, most_passes, shares=False)
-    return passes or _passes(prompt_lens, new_tokens, budget, window, order, most_passes, shares=True)
+    job = prompt_lens, new_tokens, budget, window, order, most_passes, wanted
+    return _passes(*job, shares=False) or _passes(*job, shares=True)
 
 
 def _passes(
@@ -62,6 +64,7 @@ def _passes(
     window: int | None,
     order: PassOrder,
     most_passes: float,
+    wanted: Container[int] | None,
     *,
     shares: bool,
 ) -> list[PassSize]:
@@ -77,7 +80,8 @@ def _passes(
         if len(sizes) > most_passes:
             break
         if coming is not None:
-            sizes.append(coming.size)
+            if wanted is None or any(sequence.number in wanted for sequence in coming.chunks.sequences):
+                sizes.append(coming.size)
             scheduler.advance(coming)
         if budget.num_sets > 1:  # else no sequence waits for its token
             under_way += [] if coming is None else [coming]

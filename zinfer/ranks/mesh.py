@@ -95,6 +95,11 @@ class Mesh:
         return prod(self.sizes[mode] for mode in DIVIDING)
 
     @property
+    def divided(self) -> dict[str, int]:
+        """The sizes above 1 of the modes in which ranks compute the same rows; they change the last bits of results."""
+        return {mode: size for mode, size in self.sizes.items() if size > 1 and mode in (*DIVIDING, "pipeline")}
+
+    @property
     def stated(self) -> dict[str, int]:
         """The sizes above 1, as `zinfer.parallel` takes them; `{"zero": 1}` for one rank."""
         return {mode: size for mode, size in self.sizes.items() if size > 1} or {"zero": 1}
