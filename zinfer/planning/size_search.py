@@ -1,7 +1,7 @@
 """`SizeSearch`: finds the fastest sizes of a job in one form of the KV cache, by simulations. Pure."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from zinfer.planning.job_plan import JobPlan
@@ -75,9 +75,11 @@ class SizeSearch:
         starts = [each for point in self._kept for each in (point, in_other_order(point))]
         best = self._best(starts, self._more)
         if self._seconds(best, self._more) <= most_s:
-            best = self._improved(best, self._more, _NUM_FINE, self._fine_steps)
-            # Where all rows are computed in a few turns, a little less cache may be worse, and less still better again.
-            best = self._filled(self._best([best, *with_other_caches(best)], self._more), self._more)
+            near_best = self._improved(best, self._more, _NUM_FINE, self._fine_steps)
+            best = self._filled(self._best(self._far(near_best), self._more), self._more)
+            if best != near_best:
+                best = self._improved(best, self._more, _NUM_FINE, self._fine_steps // 2)
+                best = self._best([best, in_other_order(best)], self._more)
         return self._more.find(self._space.sizes(best))
 
     @property
@@ -109,6 +111,20 @@ class SizeSearch:
             else:
                 width *= _NARROWER
         return point
+
+    def _far(self, point: Point) -> Iterator[Point]:
+        """Yield a point and others that steps near it do not reach.
+
+        Where all rows are computed in a few turns, a little less cache may be worse, and less still better again. No
+        more sequences than run together at most, in either order of admission, with as many tokens a pass or fewer in
+        proportion, leave more memory for the cache: that of the logits.
+        """
+        yield from (point, in_other_order(point), *with_other_caches(point))
+        planned = self._more.find(self._space.sizes(point))
+        if planned is not None:
+            few = self._space.with_sequences(point, planned.simulated.most_together)
+            for each in (few, in_other_order(few), (point[0], few[1], *point[2:])):
+                yield from (each, *(other for other in with_other_caches(each) if other[0] > each[0]))
 
     def _filled(self, point: Point, trials: Trials) -> Point:
         """Return the point with the largest cache that still leaves all weights on the device, if they are there.

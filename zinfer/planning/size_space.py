@@ -1,6 +1,6 @@
 """`SizeSpace`: the open sizes of a job as points of a cube, in which sizes that belong together move together. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final, TypeAlias
@@ -32,6 +32,7 @@ _MOST_TIMES_HELD: Final = 12  # those with few tokens yet take little of the cac
 _TIMES_TAKEN: Final = (0.2, 16)  # the tokens of a pass that its sequences take
 _CACHE_STEP: Final = 0.03
 _CACHE_STEPS: Final = 6
+_NUM_PLACES: Final = 200
 _STRIDES: Final = (0.8566749, 0.7338918, 0.6287067, 0.5385973)  # powers of 1 / 1.16730398: they fill a cube evenly
 
 
@@ -79,6 +80,19 @@ class SizeSpace:
             admission_order=self._orders[min(int(order * len(self._orders)), len(self._orders) - 1)],
         )
 
+    def with_sequences(self, point: Point, count: int) -> Point:
+        """Return the point with that many sequences at once, or a few more, and as many tokens a pass or a few more."""
+        sizes = self.sizes(point)
+        cache, _, _, order = point
+        nbytes, tokens = sizes.kv_cache_memory or 0, sizes.tokens_per_pass or 0
+        sequences = _place(lambda place: self._count(nbytes, place), count)
+        return (
+            cache,
+            sequences,
+            _place(lambda place: self._tokens(self._count(nbytes, sequences), place), tokens),
+            order,
+        )
+
     def _count(self, nbytes: int, place: float) -> int:
         """Return sequences at once; at the upper places all rows, where the cache holds many of them."""
         held = min(nbytes / self._row_bytes, self._num_rows)
@@ -95,6 +109,13 @@ class SizeSpace:
 def _between(least: float, most: float, place: float) -> float:
     """Return the number at a place from 0 to 1 between two, by their ratio; the least if it is not below the most."""
     return least * float(max(most / least, 1.0) ** place)
+
+
+def _place(size_at: Callable[[float], int], least: int) -> float:
+    """Return the lowest place, of some, at which a size that grows with it is so large; the highest if none is."""
+    return next(
+        (place for place in (number / _NUM_PLACES for number in range(_NUM_PLACES)) if size_at(place) >= least), 1.0
+    )
 
 
 def spread(count: int) -> Iterator[Point]:
