@@ -16,6 +16,7 @@ from ranks_support import run_ranks
 
 from zinfer import LLM, Completion, SamplingParams, StructuredOutputsParams
 from zinfer.batching.known_tokens import EVERYTHING, PromptTree
+from zinfer.errors import ConfigError
 from zinfer.scheduling.schedule import PassSize
 
 PAGE = 8
@@ -146,10 +147,22 @@ def cut_short(rank: int, folder: Path, parallel: dict[str, int]) -> tuple[list[b
 
 @pytest.mark.parametrize("mode", ["pipeline", "tensor"])
 def test_ranks_that_make_the_same_passes_leave_out_the_same(letters: Path, mode: str) -> None:
-    for are_equal, num_passes, num_computed in run_ranks(2, cut_short, letters, {mode: 2}):
-        assert are_equal
-        assert all(are_equal)
-        assert num_computed < num_passes / 2
+    leader, follower = run_ranks(2, cut_short, letters, {mode: 2})
+    assert leader[0]
+    assert all((*leader[0], *follower[0]))
+    _, num_passes, num_computed = leader  # a follower may make passes ahead of its own calls
+    assert num_computed < num_passes / 2
+
+
+def test_tokens_that_cannot_be_known_are_refused(letters: Path) -> None:
+    with LLM(letters, device="cpu") as llm:
+        for known, told in (
+            ({1: [(3,), (4,)]}, r"known\[1\] has 2 completions, and the prompt gets 1"),
+            ({0: [(3, 131)]}, r"known\[0\] has a token that the model has not; ids go from 0 to 130"),
+            ({0: [(-1,)]}, "has a token that the model has not"),
+        ):
+            with pytest.raises(ConfigError, match=told):
+                list(llm.stream(["abc", "b"], known=known))
 
 
 def test_calls_beside_one_with_known_tokens_are_refused(letters: Path) -> None:

@@ -32,7 +32,7 @@ from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.batching_support import check_family
 from zinfer.model.context_length import read_limits
 from zinfer.model.partition import ModelBlock
-from zinfer.model.spec import ModelSpec, common_window
+from zinfer.model.spec import ModelSpec, common_window, count_experts
 from zinfer.offload.stats import RunStats
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.job_estimator import JobEstimator, JobPrediction
@@ -126,7 +126,8 @@ class BatchedModel:
         self._open_builder(settings, tokenizer)
         device, vocab_size = self._model.device, self.vocab_size
         spec, folder = ModelSpec.read(self._model.module.config), settings.offload.nvme_path
-        token_bytes, self.has_experts = spec.kv.token_bytes(budget.kv_dtype), spec.experts is not None
+        token_bytes = spec.kv.token_bytes(budget.kv_dtype)
+        self.has_experts = count_experts(self._model.module.config.get_text_config()) > 0
         if folder is not None and swaps_to_disk is None:
             swaps_to_disk = self._model.estimator.disk_spares_time(token_bytes)
         budget = replace(budget, swaps_to_disk=folder is not None and bool(swaps_to_disk))

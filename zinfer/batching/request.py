@@ -91,7 +91,7 @@ class RequestBuilder:
 
     def __init__(self, tokenizer: Any, vocab_size: int, limits: LengthLimits, end_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._end_token_ids = end_token_ids
+        self._end_token_ids, self._vocab_size = end_token_ids, vocab_size
         self._encoder = PromptEncoder(tokenizer, vocab_size, limits)
         self._lock = threading.Lock()  # tokenizers are not thread-safe
         self._compiler = GrammarCompiler(tokenizer, vocab_size, end_token_ids, self._lock)
@@ -116,7 +116,7 @@ class RequestBuilder:
             known: by number of a prompt, the tokens of each of its completions.
 
         Raises:
-            ConfigError: as `LLM.generate`.
+            ConfigError: as `LLM.generate`; or known tokens cannot be those of a prompt.
         """
         pairs = _paired(prompts, params, fields)
         variables = template_variables(chat_template_kwargs, reasoning_effort)
@@ -139,8 +139,9 @@ class RequestBuilder:
                 except ConfigError as error:
                     refused += [Completion.failed(index, sample, str(error)) for sample in range(own.n)]
         for request in requests:
-            if request.prompt_index in known:
-                request.known_ids = array("i", known[request.prompt_index][request.sample_index])
+            if (outputs := known.get(request.prompt_index)) is not None:
+                self._check_known(request, outputs)
+                request.known_ids = array("i", outputs[request.sample_index])
         return requests, refused
 
     def receive(self, sent: SentRequest) -> Request:
@@ -166,6 +167,16 @@ class RequestBuilder:
         self._compiler.close()
         with self._lock:
             self._encoder.close()
+
+    def _check_known(self, request: Request, several: Sequence[Sequence[int]]) -> None:
+        """Raise ConfigError unless there are tokens of the model for each completion of a request's prompt."""
+        number, n = request.prompt_index, request.params.n
+        if len(several) != n:
+            raise ConfigError(f"known[{number}] has {len(several)} completions, and the prompt gets {n}; give as many")
+        if any(not 0 <= token_id < self._vocab_size for ids in several for token_id in ids):
+            raise ConfigError(
+                f"known[{number}] has a token that the model has not; ids go from 0 to {self._vocab_size - 1}"
+            )
 
     def _samples(
         self,
