@@ -19,7 +19,7 @@ from zinfer.planning.device_cap import naming_least_cap
 from zinfer.planning.job_plan import Job, JobPlan, Sample, SizedJob
 from zinfer.planning.plan import Case
 from zinfer.planning.simulation import Simulations
-from zinfer.planning.size_search import SizeSearch
+from zinfer.planning.size_search import LONG_S, SizeSearch
 from zinfer.planning.size_space import SizeSpace
 from zinfer.planning.trials import Trials
 from zinfer.probe.limits import MachineLimits
@@ -30,8 +30,7 @@ _SAMPLE_STEPS: Final = 12_000
 _ROUGH_SAMPLE_STEPS: Final = 6_000
 _FINAL_STEPS: Final = 40_000
 _NUM_FINAL: Final = 6
-_LONG_S: Final = 120.0  # jobs that are worth a few seconds more
-_LONG_STEPS: Final = 200_000
+LONG_STEPS: Final = 200_000
 _NUM_LONG: Final = 2
 _LEAST_GAIN: Final = 1.02  # for which a cache in host memory, or in another dtype, is chosen
 # Times the seconds of the best form: others are not searched further, after each stage with few rows, then with more.
@@ -84,7 +83,7 @@ def plan_forms(case: Case, job: Job, *, is_rough: bool = False) -> list[JobPlan]
         return [_usual(forms[0], *more)]
     best, search = min(found, key=lambda pair: _rank(pair[0]))
     plans = sorted([*(planned for planned, _ in found), *search.with_other_passes(best)], key=_rank)
-    if is_rough or (job.has_equal_rows and best.seconds < _LONG_S):
+    if is_rough or (job.has_equal_rows and best.seconds < LONG_S):
         return plans
     tried = sorted((planned for _, search in found for planned in search.plans), key=_rank)
     return _with_more_rows(job, [*plans, *tried], window)
@@ -94,8 +93,8 @@ def _with_more_rows(job: Job, plans: Sequence[JobPlan], window: int | None) -> l
     """Return the first few different plans, simulated with more rows, and the best of a long job with still more."""
     different = list({planned.batching: planned for planned in plans}.values())[:_NUM_FINAL]
     found = _simulated(job, different, window, _FINAL_STEPS) or list(plans)
-    if found[0].seconds > _LONG_S:
-        found = [*_simulated(job, found[:_NUM_LONG], window, _LONG_STEPS), *found[_NUM_LONG:]] or found
+    if found[0].seconds > LONG_S:
+        found = [*_simulated(job, found[:_NUM_LONG], window, LONG_STEPS), *found[_NUM_LONG:]] or found
     return found
 
 

@@ -18,6 +18,8 @@ from zinfer.planning.size_space import (
 )
 from zinfer.planning.trials import Trials
 
+LONG_S: Final = 120.0
+"""Seconds of jobs for which a plan may take a few seconds more."""
 _NUM_SPREAD: Final = 48
 _NUM_ROUGHLY_SPREAD: Final = 24
 _SPREAD_STEPS: Final = 300_000  # of simulations: about a second
@@ -76,8 +78,11 @@ class SizeSearch:
         best = self._best(starts, self._more)
         if self._seconds(best, self._more) <= most_s:
             near_best = self._improved(best, self._more, _NUM_FINE, self._fine_steps)
-            best = self._filled(self._best(self._far(near_best), self._more), self._more)
-            if best != near_best:
+            is_long = self._seconds(near_best, self._more) > LONG_S
+            # Where all rows are computed in a few turns, a little less cache may be worse, and less still better again.
+            points = [near_best, *with_other_caches(near_best), *(self._far(near_best) if is_long else ())]
+            best = self._filled(self._best(points, self._more), self._more)
+            if is_long and best != near_best:
                 best = self._improved(best, self._more, _NUM_FINE, self._fine_steps // 2)
                 best = self._best([best, in_other_order(best)], self._more)
         return self._more.find(self._space.sizes(best))
@@ -113,13 +118,12 @@ class SizeSearch:
         return point
 
     def _far(self, point: Point) -> Iterator[Point]:
-        """Yield a point and others that steps near it do not reach.
+        """Yield points that steps near one do not reach.
 
-        Where all rows are computed in a few turns, a little less cache may be worse, and less still better again. No
-        more sequences than run together at most, in either order of admission, with as many tokens a pass or fewer in
-        proportion, leave more memory for the cache: that of the logits.
+        No more sequences than run together at most, in either order of admission, with as many tokens a pass or fewer
+        in proportion, leave more memory for the cache: that of the logits.
         """
-        yield from (point, in_other_order(point), *with_other_caches(point))
+        yield in_other_order(point)
         planned = self._more.find(self._space.sizes(point))
         if planned is not None:
             few = self._space.with_sequences(point, planned.simulated.most_together)
