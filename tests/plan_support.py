@@ -1,6 +1,7 @@
 """Shared by tests of plans: five large families by their published shapes, small outlines, invented machines."""
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ def search_less(patch: pytest.MonkeyPatch) -> None:
     """Let plans of jobs be searched among fewer sizes with fewer rows, where a test is not about how fast they are."""
     for name, steps in (("_FEW_STEPS", 1_000), ("_SAMPLE_STEPS", 3_000), ("_ROUGH_SAMPLE_STEPS", 2_000)):
         patch.setattr(job_search, name, steps)
+    for module in (job_search, size_search):  # no job is long
+        patch.setattr(module, "LONG_S", math.inf)
     for name, points in (
         *(("_NUM_SPREAD", 12), ("_NUM_ROUGHLY_SPREAD", 10), ("_FEWEST_SPREAD", 6)),
         *(("_NUM_ROUGH", 4), ("_NUM_FINE", 8), ("_NUM_HALVINGS", 3)),

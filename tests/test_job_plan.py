@@ -189,7 +189,8 @@ def seconds_of_all_rows(planned: JobPlan, job: Job) -> float:
     return plan_sizes(planned.case, planned.batching, rows, simulations).seconds
 
 
-@pytest.mark.parametrize(("prompt", "new"), [(512, 128), pytest.param(1600, 400, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompt", "new"), [(512, 128), (1600, 400)])
 def test_a_long_job_is_predicted_by_enough_of_its_rows(prompt: int, new: int) -> None:
     """In a small part of the cache other numbers of sequences fit than in all of it: it told 14 % more seconds."""
     settings = resolve_settings({"zinfer": {"quantization": {"bits": 4, "group_size": 128}}})
