@@ -257,8 +257,9 @@ class Workload:
     def _end_texts(self, received: list[Coming]) -> None:
         """With the tokens of an earlier pass, while the next one is computed."""
         for sequence, *_ in received:
-            ended = len(sequence.output_ids) >= self.rows[sequence.number].end_after
-            if ended and sequence.state is not SequenceState.FINISHED:
+            is_finished = sequence.state is SequenceState.FINISHED  # with all the tokens that it may have
+            ended = is_finished or len(sequence.output_ids) >= self.rows[sequence.number].end_after
+            if ended and not is_finished:
                 self.scheduler.end(sequence)
             if ended:  # by a right guess, perhaps, after it was swapped out
                 self.engine.forget(sequence)

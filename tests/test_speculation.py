@@ -74,6 +74,8 @@ SWAPPED_AT_THE_END = [
     Row(0, 16, 6, 0, 12, 12, 0, None),
 ]
 """The third one is swapped out while a pass verifies its last guess."""
+SWAPPED_WITH_ALL = [row if number != 2 else replace(row, end_after=4) for number, row in enumerate(SWAPPED_AT_THE_END)]
+"""Likewise, but it ends because it may have no more tokens."""
 
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=8), room=ROOMS, guesses=GUESSES)
@@ -87,6 +89,7 @@ def test_every_sequence_says_what_it_says_without_guesses(
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=8), room=ROOMS, guesses=GUESSES, num_sets=st.integers(2, 4))
 @example(rows=SWAPPED_AT_THE_END, room=Room(16, 0, 2, 2, None, "arrival", None), guesses=((1, 0),), num_sets=2)
+@example(rows=SWAPPED_WITH_ALL, room=Room(16, 0, 2, 2, None, "arrival", None), guesses=((1, 0),), num_sets=2)
 @settings(max_examples=NUM_WORKLOADS // 2)
 def test_sets_in_flight_verify_guesses_too(
     rows: list[Row], room: Room, guesses: tuple[tuple[int, int], ...], num_sets: int
