@@ -118,7 +118,7 @@ def test_the_guides_batch(
 
 
 def test_chats_are_answered_while_a_batch_runs(server: Server, client: openai.OpenAI) -> None:
-    rows = [text(f"row-{number}", prompt="ab" * 20, max_tokens=20 + number % 60, **ENDLESS) for number in range(200)]
+    rows = [text(f"row-{number}", prompt="ab" * 20, max_tokens=20 + number % 60, **ENDLESS) for number in range(600)]
     name = begin(client, rows)
     while client.batches.retrieve(name).request_counts.completed == 0:
         time.sleep(0.05)
@@ -127,17 +127,17 @@ def test_chats_are_answered_while_a_batch_runs(server: Server, client: openai.Op
     assert batch.status == "in_progress", "the chat did not wait for the batch"
     with server.http() as http:
         metrics = http.get("/metrics").text
-    assert 'zinfer:batch_rows{model_name="letters",state="total"} 200.0' in metrics
+    assert 'zinfer:batch_rows{model_name="letters",state="total"} 600.0' in metrics
     assert 'zinfer:unfinished_batches{model_name="letters"} 1.0' in metrics
     (replica,) = server.load()["replicas"]  # type: ignore[misc]
-    assert 0 < replica["background_sequences"] <= 200
+    assert 0 < replica["background_sequences"] <= 600
     assert replica["waiting_sequences"] == 0
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 20
     assert client.batches.cancel(name).status == "cancelling"
     batch = ended(client, name)
     assert batch.status == "cancelled"
-    assert len(rows_of(client, batch.output_file_id)) == batch.request_counts.completed < 200
+    assert len(rows_of(client, batch.output_file_id)) == batch.request_counts.completed < 600
     with pytest.raises(openai.BadRequestError, match="is cancelled and cannot be"):
         client.batches.cancel(name)
 
