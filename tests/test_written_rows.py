@@ -74,6 +74,10 @@ def test_what_may_change_last_bits_is_said(model: Path, prompts: Path, output: P
         ({"divided": {"tensor": 2}}, "tensor 2, now undivided layers"),
         ({"sizes": {**kept["sizes"], "swaps_to_disk": 1}}, "swaps_to_disk 1, now none"),
         ({"sizes": {**kept["sizes"], "most_swapped_pages": 1}}, "most_swapped_pages 1, now "),
+        (
+            {"sizes": {key: kept["sizes"][key] for key in kept["sizes"] if key != "most_swapped_pages"}},
+            "pages none, now ",
+        ),
     ]
     for change, told in changes:
         output.write_bytes(b"".join(lines[:20]))

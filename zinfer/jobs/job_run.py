@@ -245,7 +245,8 @@ class JobRun:
         if not former.sizes:
             return
         then, now = dict(former.sizes), dict(completer.sizes)
-        changed = [f"{name} {then[name]}, now {now.get(name, 'none')}" for name in then if then[name] != now.get(name)]
+        pairs = {name: (then.get(name, "none"), now.get(name, "none")) for name in (*then, *now)}
+        changed = [f"{name} {before}, now {size}" for name, (before, size) in pairs.items() if before != size]
         if former.divided != self._divided:
             words = (name_values(each) or "undivided layers" for each in (former.divided, self._divided))
             changed.append(", now ".join(words))
