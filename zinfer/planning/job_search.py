@@ -30,7 +30,7 @@ _SAMPLE_STEPS: Final = 12_000
 _ROUGH_SAMPLE_STEPS: Final = 6_000
 _FINAL_STEPS: Final = 40_000
 _NUM_FINAL: Final = 6
-LONG_STEPS: Final = 200_000
+_LONG_STEPS: Final = 200_000
 _NUM_LONG: Final = 2
 _LEAST_GAIN: Final = 1.02  # for which a cache in host memory, or in another dtype, is chosen
 # Times the seconds of the best form: others are not searched further, after each stage with few rows, then with more.
@@ -94,7 +94,7 @@ def _with_more_rows(job: Job, plans: Sequence[JobPlan], window: int | None) -> l
     different = list({planned.batching: planned for planned in plans}.values())[:_NUM_FINAL]
     found = _simulated(job, different, window, _FINAL_STEPS) or list(plans)
     if found[0].seconds > LONG_S:
-        found = [*_simulated(job, found[:_NUM_LONG], window, LONG_STEPS), *found[_NUM_LONG:]] or found
+        found = [*_simulated(job, found[:_NUM_LONG], window, _LONG_STEPS), *found[_NUM_LONG:]] or found
     return found
 
 
