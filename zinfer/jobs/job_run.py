@@ -219,12 +219,11 @@ class JobRun:
         if not out.is_begun:
             out.begin(self._manifest)
         assert out.manifest is not None
-        if completer is not None and not self._meter.forecast.stretches:
+        if completer is not None and not self._meter.forecast.stretches:  # the first batch
             self._note_changes(out.manifest, completer)
+            self._predict(completer, batch, records.states)
         if completer is not None and not out.manifest.sizes:
             out.keep(replace(out.manifest, sizes=completer.sizes, divided=self._divided))
-        if completer is not None and not self._meter.forecast.stretches:
-            self._predict(completer, batch, records.states)
         self._meter.begin("running")
         missing = records.begin_batch(batch.missing)
         if completer is None:
