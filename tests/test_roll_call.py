@@ -136,8 +136,7 @@ def test_a_process_that_starts_for_long_is_waited_for() -> None:
 
 
 def test_a_rank_0_that_listens_but_does_not_answer_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("_LEAST_S", 0.3), ("_ANSWER_S", 0.2)):
-        monkeypatch.setattr(f"zinfer.ranks.roll_member.{name}", seconds)
+    monkeypatch.setattr("zinfer.ranks.roll_member._ANSWER_S", 0.2)
     with ThreadPoolExecutor(SIZE) as threads:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
@@ -215,8 +214,7 @@ def test_a_reserved_port_is_for_rank_0_alone() -> None:
         (None, "Connection refused"),
     ],
 )
-def test_who_is_no_rank_0_is_named(monkeypatch: pytest.MonkeyPatch, answer: bytes | None, said: str) -> None:
-    monkeypatch.setattr("zinfer.ranks.roll_member._LEAST_S", 0.5)
+def test_who_is_no_rank_0_is_named(answer: bytes | None, said: str) -> None:
     with listening(answer or b"") as port:
         port = 1 if answer is None else port
         with pytest.raises(
@@ -225,8 +223,7 @@ def test_who_is_no_rank_0_is_named(monkeypatch: pytest.MonkeyPatch, answer: byte
             RollMember(rank_of(1, port), 0.0).join()
 
 
-def test_an_address_that_is_unknown_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zinfer.ranks.roll_member._LEAST_S", 0.5)
+def test_an_address_that_is_unknown_is_named() -> None:
     unknown = "node0.invalid"
     with pytest.raises(ConfigError, match=r"MASTER_ADDR is node0.invalid: .*; set it to the host of rank 0"):
         RollCall(replace(rank_of(0, 0), address=unknown), LONG_S)
@@ -254,8 +251,7 @@ def answer_to(port: int, rank: int) -> dict[str, Any]:
         return receive(connection)
 
 
-def test_other_jobs_and_second_processes_of_a_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zinfer.ranks.roll_member._LEAST_S", 0.5)
+def test_other_jobs_and_second_processes_of_a_rank_are_refused() -> None:
     first = RollCall(rank_of(0, 0), LONG_S)
     for own, said in (
         (rank_of(1, first.port, job="other"), "another job listens there"),

@@ -13,7 +13,7 @@ from zinfer.ranks.roll_call import START_S, Roll
 from zinfer.ranks.sockets import SILENCE_S, connect, own_address, receive, send
 
 _PAUSE_S: Final = 0.05
-_LEAST_S: Final = 5.0  # for a first try
+_FIRST_TRY_S: Final = 30.0  # more than a name server, a connection and an answer take
 _ANSWER_S: Final = 10.0
 
 
@@ -33,7 +33,7 @@ class RollMember:
         self._why = "it was not tried"
         self._is_heard = False  # something listens, which may be rank 0 while it imports
         self._is_over = threading.Event()
-        self._found = threading.Event()
+        self._found, self._is_tried = threading.Event(), threading.Event()
         threading.Thread(target=self._search, name="zinfer-roll-call", daemon=True).start()
 
     def join(self) -> Roll:
@@ -43,7 +43,9 @@ class RollMember:
             RankError: rank 0 cannot be reached, has refused this rank, or told that one is missing.
         """
         rest_s = self._patience_s + self._began_s - time.monotonic()
-        if not self._found.wait(max(rest_s, _LEAST_S)) and self._is_heard:
+        if not self._found.wait(max(rest_s, 0.0)):
+            self._is_tried.wait(_FIRST_TRY_S)
+        if self._is_heard:
             self._found.wait(START_S)
         self._is_over.set()
         connection = self._connection
@@ -115,7 +117,9 @@ class RollMember:
                 else:
                     self._connection, self._port = connection, port
                     self._found.set()
+                    self._is_tried.set()
                     return
+            self._is_tried.set()
             self._is_over.wait(_PAUSE_S)
 
     def _connect(self, port: int, **hello: Any) -> Connection:
