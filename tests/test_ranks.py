@@ -232,6 +232,34 @@ def test_a_lost_rank_is_missed_also_where_nothing_is_gathered(tmp_path: Path, lo
     assert told in said
 
 
+def listening(rank: int, begun: Path) -> str:
+    """Computes nothing until another rank fails, or until it is told to leave."""
+    failed = threading.Event()
+    group = join_group("cpu")
+    assert group is not None
+    with patch("zinfer.ranks.rank_watch.SILENCE_S", 5.0):
+        watch = RankWatch(group, "listening")
+        watch.on_failure(lambda _: failed.set())
+        (begun / str(rank)).touch()
+        while not (failed.wait(0.1) or (begun / "over").exists()):
+            pass
+    watch.leave(watch.connect(), all_hear=False)
+    return str(watch.failure)
+
+
+def test_a_job_that_is_stopped_and_goes_on_misses_no_rank(tmp_path: Path) -> None:
+    with Ranks(2, listening, tmp_path) as ranks:
+        ranks.wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+        for rank in range(2):
+            ranks.kill(rank, signal.SIGSTOP)
+        time.sleep(7.0)
+        for rank in range(2):
+            ranks.kill(rank, signal.SIGCONT)
+        time.sleep(2.0)
+        (tmp_path / "over").touch()
+        assert ranks.results() == ["None", "None"]
+
+
 def paced(rank: int, folder: Path, num_calls: int) -> tuple[int, int]:
     """Equal numbers of calls after pauses that differ by rank.
 

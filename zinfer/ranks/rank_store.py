@@ -1,5 +1,6 @@
 """A connection to the store that rank 0 keeps: small values by key, for all ranks of a model."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
@@ -89,12 +90,12 @@ class RankStore:
         self._calls.close()
 
     def _ask(self, call: Callable[[], _T], timeout_s: float = SILENCE_S) -> _T:
-        until_s, answer = time.monotonic() + timeout_s, self._calls.submit(call)
-        while (rest_s := until_s - time.monotonic()) > 0:
+        answer = self._calls.submit(call)
+        for _ in range(math.ceil(timeout_s / _LOOK_S)):  # seconds while this process runs, and not while it is stopped
             if (failure := self._lost()) is not None:
                 raise failure
             try:
-                return answer.result(min(rest_s, _LOOK_S))
+                return answer.result(_LOOK_S)
             except TimeoutError:
                 continue
             except RuntimeError as error:

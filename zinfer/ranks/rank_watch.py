@@ -16,6 +16,7 @@ from zinfer.ranks.sockets import SILENCE_S
 log = logging.getLogger(__name__)
 
 BEAT_S: Final = 1
+_MOST_BEAT_S: Final = 2 * BEAT_S  # of a process that runs
 _LEFT: Final = 1 << 40  # added to the beats of a rank that has left, which is not lost
 _HEARD_S: Final = 2.5 * BEAT_S
 _LEAVE_PAUSE_S: Final = 0.02
@@ -143,8 +144,12 @@ class RankWatch:
             time.sleep(_LEAVE_PAUSE_S)
 
     def _listen(self) -> None:
-        """Beat, and listen for the others' beats and failures."""
-        heard = [(0, time.monotonic())] * self._group.size
+        """Beat, and listen for the others' beats and failures.
+
+        Silence is counted while this process runs: a job that was stopped and goes on, as by Ctrl-Z and fg, misses
+        nobody.
+        """
+        heard, awake_s, looked_s = [(0, 0.0)] * self._group.size, 0.0, time.monotonic()
         try:
             while not self._over.wait(BEAT_S):
                 self._news.add(f"beat/{self._group.rank}", 1)
@@ -152,10 +157,14 @@ class RankWatch:
                     self._hear()
                     return
                 ended = self._group.roll_call.lost_ranks()  # before the beats, which a rank that leaves adds to first
-                now_s, beats = time.monotonic(), self._beats(self._news)
-                heard = [then if then[0] == beat else (beat, now_s) for then, beat in zip(heard, beats, strict=True)]
+                beats = self._beats(self._news)
+                since_s, looked_s = time.monotonic() - looked_s, time.monotonic()
+                awake_s += min(since_s, _MOST_BEAT_S)
+                heard = [then if then[0] == beat else (beat, awake_s) for then, beat in zip(heard, beats, strict=True)]
                 lost = [rank for rank in ended if beats[rank] < _LEFT]
-                silent = [rank for rank, (beat, at_s) in enumerate(heard) if beat < _LEFT and now_s - at_s > SILENCE_S]
+                silent = [
+                    rank for rank, (beat, at_s) in enumerate(heard) if beat < _LEFT and awake_s - at_s > SILENCE_S
+                ]
                 if lost or silent:  # and have told nothing
                     ended_early = RankError(f"{self.name_of((lost or silent)[0])} ended or was killed")
                     self._tell(self._news, ended_early if lost else self._silent(silent[0]))
