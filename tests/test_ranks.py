@@ -152,6 +152,21 @@ def test_continuous_batching_needs_no_equal_passes(llama: Path, device: str) -> 
     assert len({token for row in found[1] for token in row}) > 8
 
 
+def swapping(rank: int, folder: Path, nvme_path: Path) -> bool:
+    """Whether sequences are swapped to disk, where the rates that rank 1 measures alone say so."""
+    settings = config("cpu")
+    settings["zero_optimization"]["offload_param"]["nvme_path"] = str(nvme_path)
+    with (
+        patch("zinfer.engine.estimator.PassEstimator.disk_spares_time", lambda self, token_bytes: rank == 1),
+        zinfer.LLM(folder, settings) as llm,
+    ):
+        return llm.batching.swaps_to_disk
+
+
+def test_ranks_swap_to_disk_or_none_does(llama: Path, tmp_path: Path) -> None:
+    assert run_ranks(2, swapping, llama, tmp_path) == [False, False], "as rank 0 says"
+
+
 def within_a_group(rank: int, folder: Path) -> list[list[int]]:
     """As `texts`, in a program that has connected the ranks itself."""
     torch.distributed.init_process_group("gloo")

@@ -130,6 +130,8 @@ class BatchedModel:
         self.has_experts = count_experts(self._model.module.config.get_text_config()) > 0
         if folder is not None and swaps_to_disk is None:
             swaps_to_disk = self._model.estimator.disk_spares_time(token_bytes)
+            if self._model.ranks is not None:  # which measure other rates, and make equal passes of equal rows
+                swaps_to_disk = self._model.ranks.exchange(swaps_to_disk)[0]
         budget = replace(budget, swaps_to_disk=folder is not None and bool(swaps_to_disk))
         lockstep, budget = open_lockstep(self._model.ranks, budget)
         window, tokens = spec.common_window, None
