@@ -59,7 +59,8 @@ class RankService:
         """Serve the next turn if another rank has asked for it; called with the lock, while no block is in use."""
         index = self._turns.serve()
         if index is not None:
-            self._streamer.serve(index)
+            with self._ranks.progress.in_pass():
+                self._streamer.serve(index)
         return index is not None
 
     def close(self) -> None:

@@ -218,6 +218,8 @@ class Runtime:
 
     def resume(self) -> None:
         """Note that a call begins."""
+        if self._ranks is not None:
+            self._ranks.progress.begin_pass()
         if self._streamer is not None:
             self._streamer.resume()
 
@@ -226,6 +228,8 @@ class Runtime:
         if self._streamer is not None:
             self._streamer.pause()
         end = self._lanes[Tier.HOST].stream.mark_compute()
+        if self._ranks is not None:
+            self._ranks.progress.end_pass()
         if self._service is not None:
             self._service.note_call(end)
         return end

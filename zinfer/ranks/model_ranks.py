@@ -28,6 +28,7 @@ from zinfer.ranks.mesh import DIVIDING, Mesh, Mode
 from zinfer.ranks.open_models import add_model, remove_model
 from zinfer.ranks.peer_communicator import PeerCommunicator
 from zinfer.ranks.peer_memory import Card, PeerMemory, can_copy
+from zinfer.ranks.progress import Progress
 from zinfer.ranks.rank_store import growing_pauses
 from zinfer.ranks.rank_watch import BEAT_S, RankWatch
 from zinfer.ranks.sockets import SILENCE_S
@@ -53,6 +54,7 @@ class ModelRanks:
         members: the ranks that share slabs with this one, itself among them.
         partition: this rank's place among the members.
         turns: of the ranks that share or divide the same layers.
+        progress: of the passes on this rank.
     """
 
     def __init__(self, group: RankGroup, device: torch.device, mesh: Mesh | None = None) -> None:
@@ -62,6 +64,7 @@ class ModelRanks:
         self.members = self.mesh.ranks_along("zero", group.rank)
         self.partition = Partition(self.members.index(group.rank), len(self.members))
         self._device = device
+        self.progress = Progress()
         self._communicators: dict[tuple[Mode, ...], Communicator] = {}
         self._num_exchanges: Counter[Sequence[int]] = Counter()
         self._watch = RankWatch(group, f"model/{next(_numbers)}")
@@ -102,7 +105,8 @@ class ModelRanks:
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `Ranks.gather`."""
-        self._slabs.gather(slab)
+        with self.progress.waiting():
+            self._slabs.gather(slab)
 
     def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:
         """As `Ranks.scatter`."""
@@ -125,8 +129,9 @@ class ModelRanks:
         self._store.set(f"{among}/{number}/{self.group.rank}", pickle.dumps(value))
         found: list[_T] = []
         for rank in members:
-            while not self._store.arrives(f"{among}/{number}/{rank}", BEAT_S):
-                self.check()
+            with self.progress.waiting():
+                while not self._store.arrives(f"{among}/{number}/{rank}", BEAT_S):
+                    self.check()
             found.append(pickle.loads(self._store.get(f"{among}/{number}/{rank}")))
         if number:  # all have read the values before these
             self._store.delete(f"{among}/{number - 1}/{self.group.rank}")
@@ -154,6 +159,7 @@ class ModelRanks:
 
     def take_turn(self, index: int, *, expected: bool) -> Turn:
         """As `Ranks.take_turn`; raises RankError as `Turns.take`."""
+        self.progress.note_step()
         return self.turns.take(index, expected=expected)
 
     def fail(self, failure: BaseException) -> None:
@@ -257,10 +263,11 @@ class ModelRanks:
         """
         pauses = growing_pauses(_MOST_PAUSE_S)
         try:
-            while self._device.type != "cuda" and not work.is_completed():
-                self.check()
-                time.sleep(next(pauses))
-            work.wait()
+            with self.progress.waiting():
+                while self._device.type != "cuda" and not work.is_completed():
+                    self.check()
+                    time.sleep(next(pauses))
+                work.wait()
         except RankError:
             raise
         except RuntimeError as error:

@@ -10,9 +10,17 @@ from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakSet
 
+from zinfer.ranks.progress import Progress
+
 
 class SharedModel(Protocol):
-    """What ranks share of a model."""
+    """What ranks share of a model.
+
+    Attributes:
+        progress: of its passes on this rank.
+    """
+
+    progress: Progress
 
     def fail(self, failure: BaseException) -> None:
         """As `zinfer.offload.ranks.Ranks.fail`."""
@@ -36,6 +44,12 @@ def remove_model(model: SharedModel) -> None:
     """Take a model out that is closed."""
     with _lock:
         _open.discard(model)
+
+
+def open_models() -> list[SharedModel]:
+    """Return the models that are open."""
+    with _lock:
+        return list(_open)
 
 
 def fail_models(failure: BaseException) -> None:

@@ -5,11 +5,14 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from zinfer.errors import RankError, SilentRankError
 from zinfer.ranks.group import RankGroup
+from zinfer.ranks.open_models import SharedModel, open_models
+from zinfer.ranks.progress import Standstill
 from zinfer.ranks.rank_store import RankStore
 from zinfer.ranks.sockets import SILENCE_S
 
@@ -29,7 +32,7 @@ def watch_job(group: RankGroup, call: Callable[[SilentRankError], None]) -> "Ran
     Args:
         call: called from another thread once a rank has not answered for long. Connections tell of those that end.
     """
-    watch = RankWatch(group, f"job/{next(_jobs)}")
+    watch = RankWatch(group, f"job/{next(_jobs)}", open_models)
     watch.on_failure(lambda failure: call(failure) if isinstance(failure, SilentRankError) else None)
     return watch
 
@@ -40,13 +43,15 @@ class RankWatch:
     Args:
         group: the processes.
         prefix: of the keys in the store, the same on all ranks.
+        models: returns those of this process that fail the job if their passes hang; by default none.
 
     Attributes:
         failure: why the ranks cannot go on; None while they can.
     """
 
-    def __init__(self, group: RankGroup, prefix: str) -> None:
-        self._group, self._prefix = group, prefix
+    def __init__(self, group: RankGroup, prefix: str, models: Callable[[], Iterable[SharedModel]] = lambda: ()) -> None:
+        self._group, self._prefix, self._models = group, prefix, models
+        self._standstills: WeakKeyDictionary[SharedModel, Standstill] = WeakKeyDictionary()
         self.failure: BaseException | None = None
         self._callbacks: list[Callable[[BaseException], None]] = []
         self._store_failure: RankError | None = None
@@ -159,7 +164,7 @@ class RankWatch:
                 ended = self._group.roll_call.lost_ranks()  # before the beats, which a rank that leaves adds to first
                 beats = self._beats(self._news)
                 since_s, looked_s = time.monotonic() - looked_s, time.monotonic()
-                awake_s += min(since_s, _MOST_BEAT_S)
+                awake_s += (since_s := min(since_s, _MOST_BEAT_S))
                 heard = [then if then[0] == beat else (beat, awake_s) for then, beat in zip(heard, beats, strict=True)]
                 lost = [rank for rank in ended if beats[rank] < _LEFT]
                 silent = [
@@ -170,8 +175,19 @@ class RankWatch:
                     self._tell(self._news, ended_early if lost else self._silent(silent[0]))
                     self._hear()
                     return
+                if (hanging := self._find_hanging(since_s)) is not None:
+                    self._tell(self._news, hanging)
+                    return  # the others end it: by itself it would end in silence
         except RankError as error:
             self._note(error)
+
+    def _find_hanging(self, since_s: float) -> SilentRankError | None:
+        """Return the failure of this rank itself if a pass of it hangs ([Note: a rank that hangs])."""
+        for model in self._models():
+            hangs = self._standstills.setdefault(model, Standstill()).look(model.progress, since_s)
+            if hangs:
+                return SilentRankError(f"{self.name_of(self._group.rank)} {hangs}", self._group.rank)
+        return None
 
     def _hear(self) -> None:
         """Take the news of the rank that failed first, and let rank 0 know, which keeps it until all have heard."""

@@ -1,0 +1,94 @@
+"""A rank whose disk does not answer any more beats as before, and its passes stand still: it ends the job itself."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Final
+
+import pytest
+from commands import start
+from jobs_support import letters_model, prompt_rows, write_rows
+from ranks_job_support import Job, ended
+
+from zinfer.ranks import progress as progress_module
+from zinfer.ranks.progress import Progress, Standstill
+
+NUM_ROWS: Final = 24
+HANGING: Final = """
+import os
+import threading
+
+if "RANK" in os.environ:
+    import zinfer.ranks.progress as progress
+
+    progress._LEAST_S, progress._FIRST_PASSES = 5.0, 2
+    read = os.preadv
+    output = os.environ["TEST_OUTPUT"]
+
+    def hang(*args):
+        while os.environ["RANK"] == os.environ["TEST_RANK"] and os.path.exists(output) and os.path.getsize(output):
+            threading.Event().wait()
+        return read(*args)
+
+    os.preadv = hang
+"""
+"""Lets a rank's reads hang once rows are written."""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    letters_model(tmp_path / "model", num_layers=4)
+    write_rows(tmp_path / "in.jsonl", prompt_rows(NUM_ROWS))
+    (tmp_path / "sitecustomize.py").write_text(HANGING)
+    return Job(tmp_path, "out.jsonl", "--batch-size", "4", "--ranks", "2")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("mode", ["zero", "tensor", "pipeline", "replicas"])
+def test_a_rank_whose_disk_hangs_ends_the_job(job: Job, mode: str, rank: int) -> None:
+    settings = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(job.folder / "nvme")}},
+        "zinfer": {"parallel": {mode: 2}},
+    }
+    (job.folder / "ds.json").write_text(json.dumps(settings))
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(job.folder), os.environ.get("PYTHONPATH", "")]),
+        "TEST_RANK": str(rank),
+        "TEST_OUTPUT": str(job.output),
+    }
+    [(code, _, said)] = ended([start(job.words, job.folder, warm=True, variables=variables, warms_others=False)])
+    assert code == 1, said
+    assert f"rank {rank} on {socket.gethostname()} has stood still in a pass for " in said
+    assert said.count("error:") == 1
+    assert "The rows in out.jsonl are kept" in said
+    assert 0 < len(job.rows()) < NUM_ROWS
+
+
+def test_a_pass_hangs_if_it_takes_ten_times_as_long_as_any_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "_FIRST_PASSES", 1)
+    seconds = [0.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: seconds[0])
+    progress, still = Progress(), Standstill()
+
+    def look(for_s: float) -> str | None:
+        return [still.look(progress, 1.0) for _ in range(int(for_s))][-1]
+
+    assert look(2000) is None, "no pass is under way"
+    progress.begin_pass()
+    assert look(900) is None, "the first pass compiles"
+    seconds[0] += 6.0
+    progress.note_step()
+    assert look(900) is None
+    progress.end_pass()
+    assert look(2000) is None
+    with progress.in_pass():
+        with progress.waiting():
+            assert look(2000) is None, "another rank may hang"
+        assert look(61) is None, "ten times 6 seconds, after the look that saw the wait end"
+        assert look(1) == (
+            "has stood still in a pass for 61 s, where no step took more than 6.0 s before: its disk or its GPU hangs"
+        )
+        progress.note_step()
+        assert look(60) is None
