@@ -79,6 +79,15 @@ def test_only_where_forwards_are_replayed() -> None:
     assert replayed["lm_head"] == "product of few tokens"
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_weights_that_others_copy_keep_their_layout(is_copied: bool) -> None:
+    model = tiny_model("gpt2")
+    weight = model.transformer.h[0].attn.c_attn.weight
+    values = torch.as_strided(weight.detach(), (weight.numel(),), (1,)).clone()
+    Injection(model, replayed=True, is_copied=is_copied)
+    assert torch.equal(torch.as_strided(weight.detach(), (weight.numel(),), (1,)), values) == is_copied
+
+
 def test_weights_in_rows_are_seen_as_before() -> None:
     layers = nn.ModuleList([Conv1D(6, 4), Conv1D(6, 4)])
     layers[1].weight = layers[0].weight  # tied: turned once

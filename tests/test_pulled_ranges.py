@@ -72,6 +72,22 @@ def test_a_rank_needs_no_thread_of_the_others(llama: Path, tmp_path: Path) -> No
     assert 2 * (whole - held) <= pulled < 2 * whole, "what it lacks, in two calls and ahead of a third"
 
 
+def injected(rank: int, folder: Path, settings: dict[str, Any]) -> list[list[int]]:
+    """What an `LLM` completes, whose passes are replayed with fused kernels on a GPU."""
+    with zinfer.LLM(folder, settings) as llm:
+        prompts = [inputs_of(rank)["input_ids"][0].tolist()] * 2
+        several = llm.generate([{"prompt_token_ids": ids} for ids in prompts], zinfer.SamplingParams(max_tokens=6))
+        return [each.outputs[0].token_ids for each in several]
+
+
+@pytest.mark.gpu
+def test_fused_kernels_leave_what_others_copy_as_it_is(tmp_path: Path) -> None:
+    """Rows of GPT-2's matrices are made contiguous in place where nobody else reads them."""
+    gpt2 = tiny_checkpoint("gpt2", tmp_path, num_layers=NUM_LAYERS)
+    alone = [injected(rank, gpt2, config("none", None, "cuda")) for rank in range(2)]
+    assert run_ranks(2, injected, gpt2, divided(gpt2, None, "cuda")) == alone
+
+
 @DEVICES
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])

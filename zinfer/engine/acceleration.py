@@ -126,9 +126,9 @@ class Acceleration:
         if hasattr(type(self._module), _DECODE):
             self._patches.patch(self._module, nullcontext, _DECODE)
 
-    def inject(self, packs: Iterable[FusionGroup], *, replayed: bool) -> None:
+    def inject(self, packs: Iterable[FusionGroup], *, replayed: bool, is_copied: bool) -> None:
         """Install fused kernels; arguments as for `Injection`."""
-        self._injection = Injection(self._module, packs, replayed=replayed)
+        self._injection = Injection(self._module, packs, replayed=replayed, is_copied=is_copied)
         if not self._injection.injected:
             name = type(self._module).__name__
             log.warning("replace_with_kernel_inject: nothing in a %s has a fused kernel; it runs as it is", name)

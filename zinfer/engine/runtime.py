@@ -74,6 +74,9 @@ class Runtime:
         cuts: splits graphs at streamed blocks.
         lock: held while the model runs.
         ranks: the other ranks of the job; those among them that share the weights are its `members`.
+
+    Attributes:
+        is_copied: whether the other ranks copy blocks from this one's device as they like.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Runtime:
         self._plan = plan
         self._ranks = ranks
         self._sharing = ranks if ranks is not None and ranks.partition.size > 1 else None
-        self._pulls = self._sharing is not None and self._can_pull(self._sharing)
+        self.is_copied = self._sharing is not None and self._can_pull(self._sharing)
         self._gathers: GatherLane | None = None
         self._service: RankService | None = None
         self._trace = trace
@@ -118,17 +121,17 @@ class Runtime:
             if self._staging not in staged:  # it only filled the homes
                 self._staging.close()
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
-            if self._pulls and self._sharing is not None:
+            if self.is_copied and self._sharing is not None:
                 self._sharing.exchange(None, self._sharing.members)  # the others' ranges are full, too
             if streamed:
-                if self._sharing is not None and not self._pulls:
+                if self._sharing is not None and not self.is_copied:
                     self._gathers = GatherLane(self._sharing, open_stream(), trace)
                 self._streamer = owned.enter_context(closing(self._open_streamer(streamed, settings.synchronous)))
             check = None if ranks is None else ranks.check
             resident, agree = self._homes.resident, self._agree_to_read(ranks, model)
             self._hooks = StreamingHooks(model, blocks, resident, self._streamer, wrap, cuts, lock, check, agree)
             owned.callback(self._hooks.remove)
-            if self._sharing is not None and self._streamer is not None and not self._pulls:
+            if self._sharing is not None and self._streamer is not None and not self.is_copied:
                 assert lock is not None, "the model's lock keeps its calls and the other ranks' uses apart"
                 device = streams[Tier.HOST].device
                 self._service = RankService(self._sharing, self._streamer, lock, device)
@@ -168,7 +171,7 @@ class Runtime:
 
         homes = self._plan.homes
         several = [block.block for block in blocks]
-        return Homes(several, homes, self._reader, self._lanes, take, self._sharing, pulls=self._pulls)
+        return Homes(several, homes, self._reader, self._lanes, take, self._sharing, pulls=self.is_copied)
 
     def _can_pull(self, ranks: ModelRanks) -> bool:
         """Whether all that is divided lies on devices that can map each other's memory; the ranks agree on it."""
@@ -178,7 +181,7 @@ class Runtime:
 
     def _open_streamer(self, streamed: list[Block], synchronous: bool) -> Streamer:
         plan, stream = self._plan, self._lanes[Tier.HOST].stream
-        if self._sharing is None or self._pulls:
+        if self._sharing is None or self.is_copied:
             slots = DeviceSlots(Slot.allocate(plan.slot_bytes, stream) for _ in range(plan.num_slots))
         else:
             buffers = (self._sharing.allocate(plan.slot_bytes) for _ in range(plan.num_slots))
@@ -192,7 +195,7 @@ class Runtime:
     @property
     def num_gathering(self) -> int:
         """The number of ranks that make each pass together, since none has a slab without the others; else 1."""
-        return 1 if self._sharing is None or self._pulls else self._sharing.partition.size
+        return 1 if self._sharing is None or self.is_copied else self._sharing.partition.size
 
     def serve_to_the_end(self) -> None:
         """Serve the other ranks until none asks for another block; called without the model's lock."""
@@ -201,7 +204,7 @@ class Runtime:
         elif self._ranks is not None and self._ranks.failure is None:
             self._ranks.turns.say_done()
         if self._ranks is not None:
-            self._ranks.wait_for_others(all_wait=self._pulls)  # who copy from this one
+            self._ranks.wait_for_others(all_wait=self.is_copied)  # who copy from this one
 
     @property
     def serve_next(self) -> Callable[[], bool] | None:

@@ -128,7 +128,7 @@ class StreamedModel:
         )
         self._acceleration.keep_experts()
         if settings.kernel_inject:
-            self._acceleration.inject(prepared.packs, replayed=graphs is not None)
+            self._acceleration.inject(prepared.packs, replayed=graphs is not None, is_copied=runtime.is_copied)
         self.estimator = self._open_estimator(prepared, group.num_local if group else 1)
 
     def _open_division(self, owned: ExitStack) -> tuple[RankGroup | None, MachineLimits, Division]:

@@ -40,9 +40,17 @@ class Injection:
         model: its parameters may be placeholders.
         packs: layers whose weights form one matrix in memory, so that one product computes them all.
         replayed: whether forwards may be replayed as graphs; resident weights must not move any more then.
+        is_copied: whether other processes copy resident weights, whose layout must stay as they know it.
     """
 
-    def __init__(self, model: nn.Module, packs: Iterable[FusionGroup] = (), *, replayed: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        packs: Iterable[FusionGroup] = (),
+        *,
+        replayed: bool = False,
+        is_copied: bool = False,
+    ) -> None:
         free = {name: module for name, module in model.named_modules() if not is_patched(module)}
         finders = _FINDERS_REPLAYED if replayed else _FINDERS
         self._overlaid: dict[tuple[str, str], tuple[nn.Module, Overlay]] = {}
@@ -50,7 +58,7 @@ class Injection:
             for find in finders:
                 if overlay := find(module):
                     self._overlaid.setdefault((name, overlay.method), (module, overlay))
-        if replayed:
+        if replayed and not is_copied:
             make_rows_contiguous(model)
         for pack in packs:
             self._share(pack, free, product if replayed else None)
