@@ -1,5 +1,6 @@
 """Ranks whose devices hold all that they divide copy each other's ranges as they like: none waits for another."""
 
+import gc
 import signal
 import threading
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import tiny_checkpoint
 from rank_engines import check_equal, check_lost, computed, config, inputs_of
 from ranks_support import run_ranks
@@ -70,6 +72,31 @@ def test_a_rank_needs_no_thread_of_the_others(llama: Path, tmp_path: Path) -> No
     assert nothing == 0
     whole = whole_bytes(llama)
     assert 2 * (whole - held) <= pulled < 2 * whole, "what it lacks, in two calls and ahead of a third"
+
+
+def forgetting(rank: int, folder: Path, settings: dict[str, Any], forgotten: int, gone: Path) -> torch.Tensor:
+    """One rank leaves its engine to the garbage collector, the other one calls until that has happened."""
+    engine = zinfer.init_inference(folder, settings)
+    logits: torch.Tensor = engine(**inputs_of(rank)).logits
+    if rank == forgotten:
+        gone.touch()
+        del engine
+        gc.collect()
+        return logits
+    while not gone.exists():
+        logits = engine(**inputs_of(rank)).logits
+    logits = engine(**inputs_of(rank)).logits
+    engine.destroy()
+    return logits
+
+
+@pytest.mark.parametrize("forgotten", [0, 1])
+def test_an_engine_that_was_not_destroyed_is_not_waited_for(llama: Path, tmp_path: Path, forgotten: int) -> None:
+    settings = divided(llama)
+    found = run_ranks(2, forgetting, llama, settings, forgotten, tmp_path / "gone")
+    for rank, logits in enumerate(found):
+        [(alone, _)] = computed(rank, [(llama, config("none"), {})], (1, 1))
+        assert torch.equal(logits, alone["logits"])
 
 
 def injected(rank: int, folder: Path, settings: dict[str, Any]) -> list[list[int]]:

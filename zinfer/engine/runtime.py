@@ -136,6 +136,8 @@ class Runtime:
                 device = streams[Tier.HOST].device
                 self._service = RankService(self._sharing, self._streamer, lock, device)
                 owned.callback(self._service.close)
+            elif self.is_copied:
+                owned.callback(self.serve_to_the_end)  # also of an engine that was not destroyed
             self._owned = owned.pop_all()
         self._bytes_read_loading = self._reader.bytes_read
         sources = self._homes.sources
