@@ -19,7 +19,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def free_in_cgroup(folder: Path, limit: str, used: str) -> int:
+def free_in_cgroup(folder: Path, limit: str, used: str, *cached: int) -> int:
+    """``cached``: bytes of files, of which those of a temporary file system stay."""
+    inactive, active, shmem = cached or (0, 0, 0)
+    several = {"file": inactive + active + shmem, "shmem": shmem, "inactive_file": inactive, "active_file": active}
+    (folder / "memory.stat").write_text("".join(f"{name} {nbytes}\n" for name, nbytes in several.items()))
     (folder / "memory.max").write_text(limit)
     (folder / "memory.current").write_text(used)
     return _free_in_cgroup()
@@ -27,6 +31,10 @@ def free_in_cgroup(folder: Path, limit: str, used: str) -> int:
 
 def test_a_limit_leaves_what_is_not_used(folder: Path) -> None:
     assert free_in_cgroup(folder, "1000000\n", "300000\n") == 700_000
+
+
+def test_the_page_cache_is_free(folder: Path) -> None:
+    assert free_in_cgroup(folder, "1000000\n", "300000\n", 150_000, 50_000, 40_000) == 900_000
 
 
 def test_a_limit_that_is_used_up_leaves_nothing(folder: Path) -> None:

@@ -184,6 +184,13 @@ def cgroup_limit() -> int | None:
 
 
 def _free_in_cgroup() -> int:
-    """Return the bytes left of the container's limit, which the machine's free memory does not reflect."""
+    """Return the bytes left of the container's limit, which the machine's free memory does not reflect.
+
+    The kernel gives up what files have left in the page cache, as the machine's own count of free memory knows.
+    """
     limit = cgroup_limit()
-    return sys.maxsize if limit is None else max(0, limit - int((_CGROUP / "memory.current").read_text()))
+    if limit is None:
+        return sys.maxsize
+    used_by = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    cached_bytes = int(used_by["inactive_file"]) + int(used_by["active_file"])
+    return max(0, limit - int((_CGROUP / "memory.current").read_text()) + cached_bytes)
