@@ -117,7 +117,7 @@ class Rehearsal:
             "kv_page_size": budget.page_size,
             "kv_cache_memory": num_pages * (budget.kv_bytes // budget.num_pages) // _KV_PART,
             "max_device_memory": parts.kv_cache + parts.activations,  # the KV cache is not there yet
-            "max_weight_memory": None,
+            **dict.fromkeys(("max_weight_memory", "max_host_memory", "max_pinned_memory")),
             "speculate": "off",
         }
         config = config_alone(config_keys(self._config), own)
