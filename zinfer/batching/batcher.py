@@ -270,7 +270,7 @@ class Batcher:
         known = self._requests.known(rows, guesses)
         if computed is None:
             _find_ends(rows)
-            token_ids = torch.tensor([*known.values()], dtype=torch.int64, device=self._cache.device)
+            token_ids = send([*known.values()], torch.int64, self._cache.device)
             return Drawing(sequences, rows, Drawn(token_ids), self._watch.take(), (), guesses, known, is_computed=False)
         logits, scorer = computed
         spans = scorer.spans if scorer is not None else ()
