@@ -87,12 +87,12 @@ def _squares(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None
     """
     step = -(-x.numel() // matrix.columns // _MOST_TOKENS)
     x_TC = x.reshape(-1, matrix.columns)[::step].float()
-    rounded_TR = output.reshape(-1, matrix.rows)[::step].float()
-    rounded_TR = rounded_TR if bias is None else rounded_TR - bias.float()
+    rounded_TR = output.reshape(-1, matrix.rows)[::step]
     squares = torch.zeros(2, dtype=torch.float64, device=x.device)
     slices = [*matrix.slices(_SLICE_ELEMENTS)]
     for rows in slices[:: -(-len(slices) // _MOST_SLICES)]:
         exact_TR = x_TC @ dequantize_ref(matrix.part(rows), torch.float32).T
-        error_TR = rounded_TR[:, rows] - exact_TR
+        error_TR = rounded_TR[:, rows].float() - exact_TR
+        error_TR = error_TR if bias is None else error_TR - bias[rows].float()
         squares += torch.stack([error_TR.double().square().sum(), exact_TR.double().square().sum()])
     return squares
