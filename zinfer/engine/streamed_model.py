@@ -137,13 +137,14 @@ class StreamedModel:
         group = join_group(choose_device(settings).type)
         self._mesh = mesh = Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])
         check_groups(mesh, group.rank if group else 0, settings)
-        limits = find_limits(settings, group.num_local if group else 1)
-        self.device = limits.device
+        self.device = choose_device(settings)
         if self.device.type == "cuda":
             ensure_kernel_cache()
         self.ranks = ranks = ModelRanks(group, self.device, mesh) if group else None
         if ranks is not None:
             owned.push(ranks.leave_after)
+        # After the ranks have met: before, others may still map memory of an engine that this one has closed.
+        limits = find_limits(settings, group.num_local if group else 1)
         division = Division(mesh, group, ranks)
         owned.callback(division.remove)
         return group, limits, division
