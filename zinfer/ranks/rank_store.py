@@ -3,7 +3,8 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Final, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, Final, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -14,6 +15,7 @@ from zinfer.ranks.sockets import SILENCE_S
 _LEAST_PAUSE_S: Final = 20e-6
 _MOST_PAUSE_S: Final = 2e-3  # less than a block takes on its way
 _LOOK_S: Final = 1.0  # for what another connection has found
+_RETURN_S: Final = 1.0
 _T = TypeVar("_T")
 
 
@@ -45,6 +47,7 @@ class RankStore:
         lost: Callable[[], RankError | None],
     ) -> None:
         self._gone, self._lost = gone, lost
+        self._is_over = False
         self._calls = Pool(1, "zinfer-store")
         self._store = self._ask(lambda: PrefixStore(prefix, connect()))
 
@@ -78,7 +81,7 @@ class RankStore:
         def poll() -> bool:
             until_s, pauses = time.monotonic() + timeout_s, growing_pauses(_MOST_PAUSE_S)
             while not self._store.check([key]):
-                if time.monotonic() >= until_s:
+                if self._is_over or time.monotonic() >= until_s:
                     return False
                 time.sleep(next(pauses))
             return True
@@ -93,6 +96,7 @@ class RankStore:
         answer = self._calls.submit(call)
         for _ in range(math.ceil(timeout_s / _LOOK_S)):  # seconds while this process runs, and not while it is stopped
             if (failure := self._lost()) is not None:
+                self._leave_alone(answer)
                 raise failure
             try:
                 return answer.result(_LOOK_S)
@@ -100,4 +104,13 @@ class RankStore:
                 continue
             except RuntimeError as error:
                 raise self._gone(str(error).splitlines()[0]) from error
+        self._leave_alone(answer)
         raise self._gone(None)
+
+    def _leave_alone(self, answer: Future[Any]) -> None:
+        """Wait for a call under way, which a stopped rank never answers.
+
+        If it returned once Python has ended, C++ would abort the process.
+        """
+        self._is_over = True
+        wait([answer], _RETURN_S)
