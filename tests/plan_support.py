@@ -96,8 +96,11 @@ def machine_with(device_bytes: int, host_bytes: int, speeds: Rates | None = None
 
 def search_less(patch: pytest.MonkeyPatch) -> None:
     """Let plans of jobs be searched among fewer sizes with fewer rows, where a test is not about how fast they are."""
-    for name, steps in (("_FEW_STEPS", 1_000), ("_SAMPLE_STEPS", 3_000), ("_ROUGH_SAMPLE_STEPS", 2_000)):
-        patch.setattr(job_search, name, steps)
+    for name, number in (
+        *(("_FEW_STEPS", 1_000), ("_SAMPLE_STEPS", 3_000), ("_ROUGH_SAMPLE_STEPS", 2_000)),
+        *(("_FINAL_STEPS", 8_000), ("_NUM_FINAL", 2)),
+    ):
+        patch.setattr(job_search, name, number)
     for module in (job_search, size_search):  # no job is long
         patch.setattr(module, "LONG_S", math.inf)
     for name, points in (

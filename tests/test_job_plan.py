@@ -116,8 +116,9 @@ def test_a_sample_takes_as_many_passes_as_all_rows(
 
 
 @pytest.mark.parametrize("order", ["arrival", "longest_first"])
-def test_the_longest_of_few_rows_counts(folder: Path, order: str) -> None:
+def test_the_longest_of_few_rows_counts(folder: Path, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row in three hundred alone decides how many passes there are; a small sample leaves it out."""
+    monkeypatch.setattr("zinfer.planning.job_search._FINAL_STEPS", 40_000)
     case = Case(outline_of(folder), machine_with(1_050_000_000, 10**10), stated(admission_order=order))
     place = 151
     job = Job(300, [100] * 300, [*[20 + i % 30 for i in range(place)], 400, *[20 + i % 30 for i in range(place, 299)]])
@@ -229,13 +230,13 @@ def test_fewer_bytes_are_advised_where_the_link_is_slow(folder: Path) -> None:
     outline, machine = outline_of(folder), machine_with(910_000_000, 10**10, rates(link_bytes_per_s=2e9))
     planned = plan_job(Case(outline, machine, SETTINGS), JOB)
     assert planned.simulated.bottleneck == "link"
-    advice = job_advice(planned)
+    advice = job_advice(planned, SETTINGS)
     assert any("zinfer.quantization" in each for each in advice)
     smaller = read_outline(folder, None, Quantization((QuantRule(bits=8),)))
     machine, sizes = machine_with(940_000_000, 10**10), stated(kv_cache_memory=46_000_000, tokens_per_pass=1024)
     planned = plan_job(Case(smaller, machine, sizes), JOB)
     assert planned.plan.streamed_bytes
-    assert not any("quantization" in each for each in job_advice(planned))
+    assert not any("quantization" in each for each in job_advice(planned, sizes))
 
 
 def test_host_memory_holds_the_cache_where_the_device_holds_few_texts(folder: Path, tmp_path: Path) -> None:
@@ -248,7 +249,7 @@ def test_host_memory_holds_the_cache_where_the_device_holds_few_texts(folder: Pa
     sizes = stated(tokens_per_pass=4096, max_sequences=512, kv_cache_tier="device")
     planned = plan_job(Case(large, machine, sizes), job)
     assert planned.keys().get("kv_cache_tier") is None
-    (words,) = (each for each in job_advice(planned) if "kv_cache_tier" in each)
+    (words,) = (each for each in job_advice(planned, sizes) if "kv_cache_tier" in each)
     keys = json.loads(words[words.index("{") : words.rindex("}") + 1])
     again = plan_job(Case(large, machine, resolve_settings(keys)), job)
     assert again.budget.is_hosted
@@ -258,11 +259,11 @@ def test_host_memory_holds_the_cache_where_the_device_holds_few_texts(folder: Pa
     assert f"{duration(again.seconds)}, {planned.seconds / again.seconds:.3g} times as fast" in words
     assert planned.seconds > 1.05 * again.seconds
     # What is stated is what the advice is for, and what is fast already is not advised against.
-    assert not any("kv_cache_tier" in each for each in job_advice(again))
+    assert not any("kv_cache_tier" in each for each in job_advice(again, resolve_settings(keys)))
     outline, machine = outline_of(folder), machine_with(10**10, 10**11)
     planned = plan_job(Case(outline, machine, SETTINGS), JOB)
     assert planned.keys().get("kv_cache_tier") is None
-    assert not any("kv_cache_tier" in each for each in job_advice(planned))
+    assert not any("kv_cache_tier" in each for each in job_advice(planned, SETTINGS))
 
 
 def test_pages_in_host_memory_cross_the_link_in_a_plan(folder: Path) -> None:

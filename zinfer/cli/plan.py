@@ -157,7 +157,7 @@ def _plan_job(
         planned = plan_job(case, job)
     except PlanError as error:
         raise _with_changes(error, fitting_job_changes(case, job)) from error
-    advice = job_advice(planned, given)
+    advice = job_advice(planned, case.settings, given)
     configuration = f"configuration: {json.dumps(planned.configuration(given))}"
     lines = [*skipped, served_line(job, planned), configuration, *(f"advice: {each}" for each in advice)]
     found = job_document(job, planned, advice, given), [job_table(job, planned)], lines

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeVar
 
+from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.block import Tier
 from zinfer.planning.job_plan import Job, JobPlan, plan_sizes
-from zinfer.planning.job_search import plan_job
+from zinfer.planning.job_search import open_tiers, plan_job
 from zinfer.planning.memory import Request
-from zinfer.planning.plan import BatchPlan, Case, plan_batch
+from zinfer.planning.plan import BatchPlan, Case, fit_batch
 from zinfer.planning.step_time import speed
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.units import duration, human_bytes
@@ -49,18 +50,20 @@ def fitting_changes(case: Case, request: Request) -> Iterator[str]:
         yield f"a job that shares its passes (--rows {request.batch_size} instead of --batch-size)"
     batch_size = request.batch_size
     while batch_size := batch_size // 2:
-        if _try(plan_batch, case, replace(request, batch_size=batch_size)):
+        if _try(fit_batch, case, replace(request, batch_size=batch_size)):
             yield f"--batch-size {batch_size}"
             break
     for change, smaller in _quantized(case):
-        if _try(plan_batch, smaller, request):
+        if _try(fit_batch, smaller, request):
             yield change
 
 
-def job_advice(planned: JobPlan, given: Mapping[str, Any] | None = None) -> list[str]:
+def job_advice(planned: JobPlan, settings: Settings, given: Mapping[str, Any] | None = None) -> list[str]:
     """Return changes that speed up the job, largest gain first; each is tried alone. Quantization loses some accuracy.
 
     Args:
+        planned: the fastest plan within the settings.
+        settings: what was stated.
         given: the configuration as written, for advice that prints a whole one.
     """
     case, batching = planned.case, planned.batching
@@ -73,7 +76,7 @@ def job_advice(planned: JobPlan, given: Mapping[str, Any] | None = None) -> list
     for words, other, sizes in tried:
         if then := _try(plan_sizes, other, sizes, planned.job, planned.simulations):
             plans.append((words, then))
-    if moved := _in_other_memory(planned):
+    if moved := _in_other_memory(planned, settings):
         where = "host" if moved.budget.is_hosted else "device"
         plans.append((f"KV cache in {where} memory, {json.dumps(moved.configuration(given or {}))}", moved))
     gains = [(planned.seconds / then.seconds, words, then) for words, then in plans]
@@ -99,7 +102,7 @@ def _without_offload_device(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan
     if device in (None, "none"):
         return
     freed = replace(settings, offload=replace(settings.offload, device=None))
-    then = _try(plan_batch, replace(planned.case, settings=freed), planned.request)
+    then = _try(fit_batch, replace(planned.case, settings=freed), planned.request)
     if then is not None:
         idle_bytes = planned.limits.device_bytes - planned.plan.device_bytes
         yield (
@@ -117,7 +120,7 @@ def _with_host_memory(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
     memory = replace(settings.memory, max_host_memory=None, max_pinned_memory=None)
     freed = replace(settings, memory=memory, offload=replace(settings.offload, max_in_cpu=None))
     larger = replace(machine, limits=replace(machine.limits, host_bytes=sys.maxsize, pinned_bytes=sys.maxsize))
-    then = _try(plan_batch, replace(planned.case, machine=larger, settings=freed), planned.request)
+    then = _try(fit_batch, replace(planned.case, machine=larger, settings=freed), planned.request)
     if then is not None:
         needed, had = then.plan.host_bytes, planned.limits.host_bytes
         change = "raise zinfer.max_pinned_memory or remove offload_param.max_in_cpu"
@@ -130,7 +133,7 @@ def _with_larger_batch(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
     """Double the batch while it fits and is within the free tokens; yield the fastest."""
     best, batch_size = planned, planned.request.batch_size
     while (batch_size := batch_size * 2) <= planned.prediction.free_tokens:
-        then = _try(plan_batch, planned.case, replace(planned.request, batch_size=batch_size))
+        then = _try(fit_batch, planned.case, replace(planned.request, batch_size=batch_size))
         if then is None:
             break
         if then.prediction.tokens_per_s > best.prediction.tokens_per_s:
@@ -142,7 +145,7 @@ def _with_larger_batch(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
 def _with_quantized_weights(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
     """Try quantized weights, which stream fewer bytes."""
     for change, smaller in _quantized(planned.case) if planned.plan.streamed_bytes else ():
-        if then := _try(plan_batch, smaller, planned.request):
+        if then := _try(fit_batch, smaller, planned.request):
             yield change, then
 
 
@@ -161,10 +164,11 @@ def _quantized(case: Case) -> Iterator[tuple[str, Case]]:
         yield f'zinfer.quantization {{"bits": {bits}{groups}}}', replace(case, outline=smaller)
 
 
-def _in_other_memory(planned: JobPlan) -> JobPlan | None:
-    """Return the fastest plan with the KV cache in the other memory; None if that is not possible."""
+def _in_other_memory(planned: JobPlan, settings: Settings) -> JobPlan | None:
+    """Return the fastest plan with the KV cache in the other memory; None if that is not possible, or was compared."""
     case, stated = planned.case, planned.case.settings.batching
-    if not case.machine.limits.on_cuda or not case.settings.offload.pin_memory:
+    was_compared = len(open_tiers(replace(case, settings=settings))) > 1
+    if was_compared or not case.machine.limits.on_cuda or not case.settings.offload.pin_memory:
         return None
     other: Literal["device", "host"] = "host" if stated.kv_cache_tier == "device" else "device"
     batching = replace(stated, kv_cache_tier=other, kv_cache_memory=None)  # the stated size is for the other memory

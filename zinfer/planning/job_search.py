@@ -133,21 +133,25 @@ def _rank(planned: JobPlan) -> float:
     return planned.seconds * _LEAST_GAIN**costs
 
 
+def open_tiers(case: Case) -> list[Literal["device", "host"]]:
+    """Return the memories of the KV cache that the settings leave open; stated bytes of it are meant for the device."""
+    stated = case.settings.batching
+    is_open = stated.kv_cache_tier == "auto" and stated.kv_cache_memory is None
+    if is_open and case.machine.limits.on_cuda and case.settings.offload.pin_memory:
+        return ["device", "host"]
+    return ["host" if stated.kv_cache_tier == "host" else "device"]
+
+
 def _forms(case: Case) -> Iterator[Case]:
     """Yield the case with each form of the KV cache that the settings leave open.
 
-    Stated bytes of the cache are meant for the device. The cache's dtype changes numbers, so it is chosen only where
-    speed was asked for.
+    The cache's dtype changes numbers, so it is chosen only where speed was asked for.
     """
-    stated, limits = case.settings.batching, case.machine.limits
-    tiers: list[Literal["device", "host"]] = ["host" if stated.kv_cache_tier == "host" else "device"]
-    is_open = stated.kv_cache_tier == "auto" and stated.kv_cache_memory is None
-    if is_open and limits.on_cuda and case.settings.offload.pin_memory:
-        tiers = ["device", "host"]
+    stated = case.settings.batching
     dtypes = [stated.kv_cache_dtype]
     if stated.kv_cache_dtype == "auto" and case.settings.optimize == "speed":
         dtypes.append("int8")
-    for tier in tiers:
+    for tier in open_tiers(case):
         for dtype in dtypes:
             batching = replace(stated, kv_cache_tier=tier, kv_cache_dtype=dtype)
             yield replace(case, settings=replace(case.settings, batching=batching))

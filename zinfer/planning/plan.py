@@ -126,13 +126,14 @@ def plan_batch(case: Case, request: Request) -> BatchPlan:
     machine = case.machine
 
     def parts_within(limits: MachineLimits) -> DeviceParts:
-        return _plan_batch(case.within(limits), request).parts
+        return fit_batch(case.within(limits), request).parts
 
     with naming_least_cap(machine.limits, machine.device_memory_bytes, parts_within):
-        return _plan_batch(case, request)
+        return fit_batch(case, request)
 
 
-def _plan_batch(case: Case, request: Request) -> BatchPlan:
+def fit_batch(case: Case, request: Request) -> BatchPlan:
+    """As `plan_batch`, for lengths that were checked; a PlanError does not look for the least cap, which takes long."""
     footprint = case.footprint(request)
     limits = case.limits_beside(footprint)
     plan = _place(case, limits, footprint)
