@@ -11,7 +11,7 @@ layers on every rank, which need no gathers.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil
 from typing import Final
 
@@ -125,6 +125,19 @@ def _slot_choices(blocks: Sequence[Block], layers: frozenset[int], settings: Set
     return list(range(min(num_slots, _MOST_NUM_SLOTS), _DEFAULT_NUM_SLOTS - 1, -1))
 
 
+@lru_cache(maxsize=8)  # a search plans one model hundreds of times
+def _resident_sets(
+    enclosing: tuple[int, ...], outer: tuple[int, ...], layers: frozenset[int], most_layers: int
+) -> list[frozenset[int]]:
+    """Return the candidate sets of resident blocks: as many of the outer ones and of the layers as may be."""
+    ordered = sorted(layers)
+    return [
+        frozenset([*enclosing, *outer[:num_outer], *spread(ordered, num_layers)])
+        for num_outer in range(len(outer), -1, -1)
+        for num_layers in range(most_layers, -1, -1)
+    ]
+
+
 @dataclass(frozen=True)
 class _Planner:
     blocks: tuple[Block, ...]
@@ -207,13 +220,8 @@ class _Planner:
         outer = sorted(
             set(range(len(self.blocks))) - self.layers - set(enclosing), key=lambda index: self.blocks[index].nbytes
         )
-        layers = sorted(self.layers)
-        most_layers = len(layers) if self.settings.offload.device in (None, "none") else 0
-        choices = [
-            frozenset([*enclosing, *outer[:num_outer], *spread(layers, num_layers)])
-            for num_outer in range(len(outer), -1, -1)
-            for num_layers in range(most_layers, -1, -1)
-        ]
+        most_layers = len(self.layers) if self.settings.offload.device in (None, "none") else 0
+        choices = _resident_sets(tuple(enclosing), tuple(outer), self.layers, most_layers)
         sized = [(self._bytes_of(resident, self._whole(resident)), resident) for resident in choices]
         return sorted(sized, key=lambda choice: -choice[0])
 
