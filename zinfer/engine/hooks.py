@@ -42,6 +42,7 @@ class StreamingHooks:
         cuts: splits graphs at streamed blocks; nothing is streamed during capture.
         lock: held while the model runs.
         check: called before each pass; raises if it cannot be computed.
+        note_step: called before each block.
         agree: called with a block's name before `state_dict()` copies it; raises if other ranks, whose parts that
             needs, do not copy it too.
 
@@ -60,10 +61,11 @@ class StreamingHooks:
         cuts: GraphSplits | None = None,
         lock: AbstractContextManager[bool] | None = None,
         check: Callable[[], None] | None = None,
+        note_step: Callable[[], None] | None = None,
         agree: Callable[[str], None] | None = None,
     ) -> None:
         self._model = model
-        self._check, self._agree = check, agree
+        self._check, self._note_step, self._agree = check, note_step, agree
         self._lock = lock or threading.RLock()
         self._cuts = cuts
         self._blocks = blocks
@@ -96,6 +98,8 @@ class StreamingHooks:
         model, cuts, streamer = self._model, self._cuts, self._streamer
         self._patches.patch(model, self._one_pass(wrap(model.forward) if wrap else model.forward))
         for block in self._blocks:
+            if (note_step := self._note_step) is not None:
+                self._handles += [site.register_forward_pre_hook(lambda *_: note_step()) for site in block.sites]
             if block.block.index in resident:
                 self._bind(block, resident[block.block.index])
             else:

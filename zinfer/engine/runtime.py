@@ -127,9 +127,11 @@ class Runtime:
                 if self._sharing is not None and not self.is_copied:
                     self._gathers = GatherLane(self._sharing, open_stream(), trace)
                 self._streamer = owned.enter_context(closing(self._open_streamer(streamed, settings.synchronous)))
-            check = None if ranks is None else ranks.check
+            check, note_step = (None, None) if ranks is None else (ranks.check, ranks.progress.note_step)
             resident, agree = self._homes.resident, self._agree_to_read(ranks, model)
-            self._hooks = StreamingHooks(model, blocks, resident, self._streamer, wrap, cuts, lock, check, agree)
+            self._hooks = StreamingHooks(
+                model, blocks, resident, self._streamer, wrap, cuts, lock, check, note_step, agree
+            )
             owned.callback(self._hooks.remove)
             if self._sharing is not None and self._streamer is not None and not self.is_copied:
                 assert lock is not None, "the model's lock keeps its calls and the other ranks' uses apart"

@@ -64,7 +64,7 @@ class ModelRanks:
         self.members = self.mesh.ranks_along("zero", group.rank)
         self.partition = Partition(self.members.index(group.rank), len(self.members))
         self._device = device
-        self.progress = Progress()
+        self.progress = Progress(sees_waits=device.type != "cuda")
         self._communicators: dict[tuple[Mode, ...], Communicator] = {}
         self._num_exchanges: Counter[Sequence[int]] = Counter()
         self._watch = RankWatch(group, f"model/{next(_numbers)}")
@@ -159,7 +159,6 @@ class ModelRanks:
 
     def take_turn(self, index: int, *, expected: bool) -> Turn:
         """As `Ranks.take_turn`; raises RankError as `Turns.take`."""
-        self.progress.note_step()
         return self.turns.take(index, expected=expected)
 
     def fail(self, failure: BaseException) -> None:

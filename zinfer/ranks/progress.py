@@ -2,14 +2,14 @@
 
 [Note: a rank that hangs]
 A process may beat while its passes stand still: the disk that it reads does not answer, or its GPU. The other ranks
-then wait for it and stand still, too. What tells it from them is that it waits for no other rank. So each process of a
-job looks at its own models, and fails the job itself (`zinfer.ranks.rank_watch`).
+then wait for it and stand still, too. What tells it from them is that it waits for no other rank, at least as its host
+knows: GPUs wait for each other by themselves. So each process of a job looks at its own models every second, and fails
+the job itself (`zinfer.ranks.rank_watch`). Seconds in which the process was stopped do not count.
 
 How long a step may take is known from those before: they are the same work. Only the first passes compile and capture.
 """
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -23,28 +23,31 @@ _FIRST_S: Final = 900.0
 class Progress:
     """Counts the steps of one model's passes: their beginnings and ends, blocks, exchanges. Thread-safe.
 
+    Args:
+        sees_waits: whether the host waits for other ranks, and not its device.
+
     Attributes:
-        num_steps: so far.
-        longest_s: the longest time from one step to the next in a pass, waits for other ranks included.
+        num_steps, num_passes: so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sees_waits: bool) -> None:
+        self.sees_waits = sees_waits
         self._lock = threading.Lock()
         self._num_at_work = self._num_waiting = 0
-        self._num_passes = 0
-        self._stepped_s = time.monotonic()
-        self.num_steps, self.longest_s = 0, 0.0
+        self.num_steps = self.num_passes = 0
 
     def begin_pass(self) -> None:
         """Note that a pass begins, which may be within another."""
         with self._lock:
-            self._note(+1)
+            self._num_at_work += 1
+            self.num_steps += 1
 
     def end_pass(self) -> None:
         """Note that a pass is over for the host."""
         with self._lock:
-            self._note(-1)
-            self._num_passes += 1
+            self._num_at_work -= 1
+            self.num_steps += 1
+            self.num_passes += 1
 
     @contextmanager
     def in_pass(self) -> Iterator[None]:
@@ -65,12 +68,12 @@ class Progress:
         finally:
             with self._lock:
                 self._num_waiting -= 1
-                self._note()
+                self.num_steps += 1
 
     def note_step(self) -> None:
         """Note that a pass has come further."""
         with self._lock:
-            self._note()
+            self.num_steps += 1
 
     @property
     def is_standing(self) -> bool:
@@ -78,25 +81,13 @@ class Progress:
         with self._lock:
             return self._num_at_work > 0 and not self._num_waiting
 
-    @property
-    def most_s(self) -> float:
-        """Seconds from one step to the next, after which the pass hangs."""
-        return max(_LEAST_S, _TIMES * self.longest_s) if self._num_passes >= _FIRST_PASSES else _FIRST_S
-
-    def _note(self, change: int = 0) -> None:
-        now_s = time.monotonic()
-        if self._num_at_work:
-            self.longest_s = max(self.longest_s, now_s - self._stepped_s)
-        self._num_at_work += change
-        self._stepped_s = now_s
-        self.num_steps += 1
-
 
 class Standstill:
-    """For how long the passes of one model stand still, as its process looks at it now and then."""
+    """For how long the passes of one model stand still, as its process looks at it about every second."""
 
     def __init__(self) -> None:
-        self._num_steps, self._stood_s = 0, 0.0
+        self._num_steps = -1
+        self._stood_s = self._longest_s = 0.0
 
     def look(self, progress: Progress, since_s: float) -> str | None:
         """Return how a pass hangs, if it does.
@@ -105,12 +96,16 @@ class Standstill:
             progress: of the model.
             since_s: seconds since the last look, while the process ran.
         """
-        stands = progress.is_standing and progress.num_steps == self._num_steps
-        self._num_steps = progress.num_steps
-        self._stood_s = self._stood_s + since_s if stands else 0.0
-        if self._stood_s <= progress.most_s:
+        if not progress.is_standing or progress.num_steps != self._num_steps:
+            self._longest_s = max(self._longest_s, self._stood_s)
+            self._num_steps, self._stood_s = progress.num_steps, 0.0
+            return None
+        self._stood_s += since_s
+        is_known = progress.num_passes >= _FIRST_PASSES
+        if self._stood_s <= (max(_LEAST_S, _TIMES * self._longest_s) if is_known else _FIRST_S):
             return None
         return (
             f"has stood still in a pass for {self._stood_s:.0f} s, where no step took more than "
-            f"{progress.longest_s:.1f} s before: its disk or its GPU hangs"
+            f"{max(self._longest_s, 1):.0f} s before: its disk or its GPU hangs"
+            + ("" if progress.sees_waits else ", or another rank's")
         )

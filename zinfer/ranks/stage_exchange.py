@@ -96,11 +96,11 @@ class StageExchange:
 
     def _wait(self, work: Any) -> None:
         pauses = growing_pauses(_MOST_PAUSE_S)
-        with self._ranks.progress.waiting():
-            while self.serve is not None and not work.is_completed():
-                self._ranks.check()
-                if self.serve():
-                    pauses = growing_pauses(_MOST_PAUSE_S)
-                else:
+        while self.serve is not None and not work.is_completed():
+            self._ranks.check()
+            if self.serve():
+                pauses = growing_pauses(_MOST_PAUSE_S)
+            else:
+                with self._ranks.progress.waiting():
                     time.sleep(next(pauses))
-            self._ranks.wait_for(work)
+        self._ranks.wait_for(work)
