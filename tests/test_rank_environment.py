@@ -77,6 +77,7 @@ def test_slurm_names_hosts_and_torchruns_own_port_is_left_to_it(environment: Cal
         ({"WORLD_SIZE": "2", "RANK": "2", **MASTER}, "rank 2 is not one of 2 ranks"),
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "1"}, "MASTER_ADDR is not set, which 2 processes need"),
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0"}, "MASTER_PORT is not set, which 2 processes need"),
+        (TORCHRUN | MASTER | {"MASTER_PORT": "295000"}, "MASTER_PORT is 295000, which is no port: they end with 65535"),
     ],
 )
 def test_incomplete_variables_are_named(environment: Callable[..., None], variables: dict[str, str], said: str) -> None:

@@ -18,6 +18,7 @@ _OTHER_JOB: Final = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
 _NUM_PORTS: Final = 8
 _FIRST_PORT: Final = 20000
 _LAST_PORT: Final = 32000  # below those that the kernel hands out
+_MOST_PORT: Final = 65535
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def read_environment() -> RankEnvironment:
     """Return what the variables say of this process, which is one of several.
 
     Raises:
-        ConfigError: variables are missing, or are not numbers.
+        ConfigError: variables are missing, or are not numbers in their range.
     """
     size, rank = _needed(_SIZE), _needed(_RANK)
     if rank >= size:
@@ -86,6 +87,8 @@ def read_environment() -> RankEnvironment:
         if not os.environ.get(name):
             raise ConfigError(f"{name} is not set, which {size} processes need to find each other; start with torchrun")
     address, port = os.environ["MASTER_ADDR"], _needed(("MASTER_PORT",))
+    if port > _MOST_PORT:
+        raise ConfigError(f"MASTER_PORT is {port}, which is no port: they end with {_MOST_PORT}")
     names = _TORCHRUN_JOB if "RANK" in os.environ else _OTHER_JOB
     job = "/".join([str(size), *(os.environ.get(name, "") for name in names)])
     ports: tuple[int, ...] = (port,)
