@@ -122,6 +122,7 @@ def test_a_damaged_kernel_is_compiled_again_and_the_others_are_kept(
     assert sorted(0 if group is None else len(group) for group in groups) == [0, NUM_PARTS, NUM_PARTS]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("damage", CRASHES)
 def test_triton_alone_would_end_the_job(damage: str, intact: Path, kernels: Path) -> None:
     pattern, spoil = DAMAGES[damage]
