@@ -59,7 +59,7 @@ class RankService:
         """Serve the next turn if another rank has asked for it; called with the lock, while no block is in use."""
         index = self._turns.serve()
         if index is not None:
-            with self._ranks.progress.in_pass():
+            with self._ranks.progress.taking_part():
                 self._streamer.serve(index)
         return index is not None
 

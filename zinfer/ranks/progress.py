@@ -50,13 +50,15 @@ class Progress:
             self.num_passes += 1
 
     @contextmanager
-    def in_pass(self) -> Iterator[None]:
-        """Take part in a pass."""
+    def taking_part(self) -> Iterator[None]:
+        """Take part in another rank's pass, which compiles nothing of this one's."""
         self.begin_pass()
         try:
             yield
         finally:
-            self.end_pass()
+            with self._lock:
+                self._num_at_work -= 1
+                self.num_steps += 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
