@@ -12,7 +12,7 @@ from jobs_support import letters_model, prompt_rows, write_rows
 from ranks_job_support import Job, ended
 
 from zinfer.ranks import progress as progress_module
-from zinfer.ranks.progress import Progress, Standstill
+from zinfer.ranks.progress import Progress
 
 NUM_ROWS: Final = 24
 HANGING: Final = """
@@ -68,11 +68,11 @@ def test_a_rank_whose_disk_hangs_ends_the_job(job: Job, mode: str, rank: int) ->
 
 def test_a_pass_hangs_if_it_takes_ten_times_as_long_as_any_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "_FIRST_PASSES", 1)
-    progress, still = Progress(sees_waits=True), Standstill()
+    progress = Progress(sees_waits=True)
 
     def look(for_s: int) -> str | None:
         """The first look sees how far the pass has come."""
-        return [still.look(progress, 1.0) for _ in range(1 + for_s)][-1]
+        return [progress.find_hang(1.0) for _ in range(1 + for_s)][-1]
 
     assert look(2000) is None, "no pass is under way"
     progress.begin_pass()
@@ -85,13 +85,12 @@ def test_a_pass_hangs_if_it_takes_ten_times_as_long_as_any_step_before(monkeypat
         with progress.waiting():
             assert look(2000) is None, "another rank may hang"
         assert look(60) is None, "ten times the longest step"
-        assert still.look(progress, 1.0) == (
+        assert progress.find_hang(1.0) == (
             "has stood still in a pass for 61 s, where no step took more than 6 s before: its disk or its GPU hangs"
         )
         progress.note_step()
         assert look(60) is None
+    progress = Progress(sees_waits=True)
     progress.begin_pass()
-    still = Standstill()
-    monkeypatch.setattr(progress_module, "_FIRST_PASSES", 2)
-    assert look(900) is None, "the first passes compile"
-    assert still.look(progress, 1.0) is not None
+    assert look(900) is None, "the first pass compiles"
+    assert progress.find_hang(1.0) is not None

@@ -105,8 +105,7 @@ class ModelRanks:
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `Ranks.gather`."""
-        with self.progress.waiting():
-            self._slabs.gather(slab)
+        self._slabs.gather(slab)
 
     def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:
         """As `Ranks.scatter`."""

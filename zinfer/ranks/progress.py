@@ -25,29 +25,28 @@ class Progress:
 
     Args:
         sees_waits: whether the host waits for other ranks, and not its device.
-
-    Attributes:
-        num_steps, num_passes: so far.
     """
 
     def __init__(self, *, sees_waits: bool) -> None:
-        self.sees_waits = sees_waits
+        self._sees_waits = sees_waits
         self._lock = threading.Lock()
         self._num_at_work = self._num_waiting = 0
-        self.num_steps = self.num_passes = 0
+        self._num_steps = self._num_passes = 0
+        self._seen_steps = 0  # by the last look
+        self._stood_s = self._longest_s = 0.0
 
     def begin_pass(self) -> None:
         """Note that a pass begins, which may be within another."""
         with self._lock:
             self._num_at_work += 1
-            self.num_steps += 1
+            self._num_steps += 1
 
     def end_pass(self) -> None:
         """Note that a pass is over for the host."""
         with self._lock:
             self._num_at_work -= 1
-            self.num_steps += 1
-            self.num_passes += 1
+            self._num_steps += 1
+            self._num_passes += 1
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -58,7 +57,7 @@ class Progress:
         finally:
             with self._lock:
                 self._num_at_work -= 1
-                self.num_steps += 1
+                self._num_steps += 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -70,44 +69,31 @@ class Progress:
         finally:
             with self._lock:
                 self._num_waiting -= 1
-                self.num_steps += 1
+                self._num_steps += 1
 
     def note_step(self) -> None:
         """Note that a pass has come further."""
         with self._lock:
-            self.num_steps += 1
+            self._num_steps += 1
 
-    @property
-    def is_standing(self) -> bool:
-        """Whether a pass is under way which waits for no other rank."""
-        with self._lock:
-            return self._num_at_work > 0 and not self._num_waiting
-
-
-class Standstill:
-    """For how long the passes of one model stand still, as its process looks at it about every second."""
-
-    def __init__(self) -> None:
-        self._num_steps = -1
-        self._stood_s = self._longest_s = 0.0
-
-    def look(self, progress: Progress, since_s: float) -> str | None:
-        """Return how a pass hangs, if it does.
+    def find_hang(self, since_s: float) -> str | None:
+        """Return how a pass hangs, if it does; called about every second, by the one watch of the job.
 
         Args:
-            progress: of the model.
-            since_s: seconds since the last look, while the process ran.
+            since_s: seconds since the last call, while the process ran.
         """
-        if not progress.is_standing or progress.num_steps != self._num_steps:
-            self._longest_s = max(self._longest_s, self._stood_s)
-            self._num_steps, self._stood_s = progress.num_steps, 0.0
+        with self._lock:
+            stands = self._num_at_work > 0 and not self._num_waiting and self._num_steps == self._seen_steps
+            self._seen_steps = self._num_steps
+        if not stands:
+            self._longest_s, self._stood_s = max(self._longest_s, self._stood_s), 0.0
             return None
         self._stood_s += since_s
-        is_known = progress.num_passes >= _FIRST_PASSES
+        is_known = self._num_passes >= _FIRST_PASSES
         if self._stood_s <= (max(_LEAST_S, _TIMES * self._longest_s) if is_known else _FIRST_S):
             return None
         return (
             f"has stood still in a pass for {self._stood_s:.0f} s, where no step took more than "
             f"{max(self._longest_s, 1):.0f} s before: its disk or its GPU hangs"
-            + ("" if progress.sees_waits else ", or another rank's")
+            + ("" if self._sees_waits else ", or another rank's")
         )

@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Final
-from weakref import WeakKeyDictionary
 
 from zinfer.errors import RankError, SilentRankError
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.open_models import SharedModel, open_models
-from zinfer.ranks.progress import Standstill
 from zinfer.ranks.rank_store import RankStore
 from zinfer.ranks.sockets import SILENCE_S
 
@@ -51,7 +49,6 @@ class RankWatch:
 
     def __init__(self, group: RankGroup, prefix: str, models: Callable[[], Iterable[SharedModel]] = lambda: ()) -> None:
         self._group, self._prefix, self._models = group, prefix, models
-        self._standstills: WeakKeyDictionary[SharedModel, Standstill] = WeakKeyDictionary()
         self.failure: BaseException | None = None
         self._callbacks: list[Callable[[BaseException], None]] = []
         self._store_failure: RankError | None = None
@@ -184,8 +181,7 @@ class RankWatch:
     def _find_hanging(self, since_s: float) -> SilentRankError | None:
         """Return the failure of this rank itself if a pass of it hangs ([Note: a rank that hangs])."""
         for model in self._models():
-            hangs = self._standstills.setdefault(model, Standstill()).look(model.progress, since_s)
-            if hangs:
+            if hangs := model.progress.find_hang(since_s):
                 return SilentRankError(f"{self.name_of(self._group.rank)} {hangs}", self._group.rank)
         return None
 
