@@ -65,7 +65,7 @@ class StreamingHooks:
         agree: Callable[[str], None] | None = None,
     ) -> None:
         self._model = model
-        self._check, self._note_step, self._agree = check, note_step, agree
+        self._check, self._agree = check, agree
         self._lock = lock or threading.RLock()
         self._cuts = cuts
         self._blocks = blocks
@@ -85,7 +85,7 @@ class StreamingHooks:
         self.copying_s = 0.0
         before = [(held, leaf, held[leaf]) for places in self._places for held, leaf, _ in places]
         try:
-            deferred(lambda: self._put_on(resident, wrap))
+            deferred(lambda: self._put_on(resident, wrap, note_step))
         except BaseException:  # Ctrl-C: restore the module and its parameters
             self._take_off()
             for held, leaf, parameter in before:
@@ -93,12 +93,15 @@ class StreamingHooks:
             raise
 
     def _put_on(
-        self, resident: Mapping[int, Mapping[str, nn.Parameter]], wrap: Callable[[Forward], Forward] | None
+        self,
+        resident: Mapping[int, Mapping[str, nn.Parameter]],
+        wrap: Callable[[Forward], Forward] | None,
+        note_step: Callable[[], None] | None,
     ) -> None:
         model, cuts, streamer = self._model, self._cuts, self._streamer
         self._patches.patch(model, self._one_pass(wrap(model.forward) if wrap else model.forward))
         for block in self._blocks:
-            if (note_step := self._note_step) is not None:
+            if note_step is not None:
                 self._handles += [site.register_forward_pre_hook(lambda *_: note_step()) for site in block.sites]
             if block.block.index in resident:
                 self._bind(block, resident[block.block.index])

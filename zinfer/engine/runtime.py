@@ -133,19 +133,23 @@ class Runtime:
                 model, blocks, resident, self._streamer, wrap, cuts, lock, check, note_step, agree
             )
             owned.callback(self._hooks.remove)
-            if self._sharing is not None and self._streamer is not None and not self.is_copied:
-                assert lock is not None, "the model's lock keeps its calls and the other ranks' uses apart"
-                device = streams[Tier.HOST].device
-                self._service = RankService(self._sharing, self._streamer, lock, device)
-                owned.callback(self._service.close)
-            elif self.is_copied:
-                owned.callback(self.serve_to_the_end)  # also of an engine that was not destroyed
+            self._serve_others(lock, owned)
             self._owned = owned.pop_all()
         self._bytes_read_loading = self._reader.bytes_read
         sources = self._homes.sources
         uses = [(sources[block.block.index], len(block.sites)) for block in blocks if block.block.index in sources]
         self._wire_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses)
         self._disk_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses if source.tier is Tier.DISK)
+
+    def _serve_others(self, lock: AbstractContextManager[bool] | None, owned: ExitStack) -> None:
+        """Let the ranks that share the weights go on until none needs them, also if the engine is not destroyed."""
+        if self.is_copied:
+            owned.callback(self.serve_to_the_end)
+        elif self._sharing is not None and self._streamer is not None:
+            assert lock is not None, "the model's lock keeps its calls and the other ranks' uses apart"
+            device = self._lanes[Tier.HOST].stream.device
+            self._service = RankService(self._sharing, self._streamer, lock, device)
+            owned.callback(self._service.close)
 
     def _open_rings(self, stream: CopyStream, owned: ExitStack) -> dict[Tier, StagingRing]:
         """Return the staging slots of each lane: the same in host memory, or others where reads go to the device."""
