@@ -209,16 +209,19 @@ def test_a_lost_rank_ends_the_others(
     check_lost((llama, config("nvme", device=device), {}), tmp_path, lost, number)
 
 
-def idle(rank: int, begun: Path) -> str:
-    """Computes nothing until another rank fails; silence is no sign."""
+def idle(rank: int, begun: Path, silence_s: float) -> str:
+    """Computes nothing until another rank fails, or until it is told to leave."""
     failed = threading.Event()
     group = join_group("cpu")
     assert group is not None
-    with patch("zinfer.ranks.rank_watch.SILENCE_S", 3600):
+    with patch("zinfer.ranks.rank_watch.SILENCE_S", silence_s):
         watch = RankWatch(group, "idle")
         watch.on_failure(lambda _: failed.set())
         (begun / str(rank)).touch()
-        failed.wait()
+        while not (failed.wait(0.1) or (begun / "over").exists()):
+            pass
+    if watch.failure is None:
+        watch.leave(watch.connect(), all_hear=False)
     return str(watch.failure)
 
 
@@ -239,7 +242,7 @@ def test_ranks_that_failed_by_themselves_are_not_waited_for() -> None:
 
 @pytest.mark.parametrize(("lost", "told"), [(0, "is gone, which all ranks need"), (1, "ended or was killed")])
 def test_a_lost_rank_is_missed_also_where_nothing_is_gathered(tmp_path: Path, lost: int, told: str) -> None:
-    with Ranks(2, idle, tmp_path) as ranks:
+    with Ranks(2, idle, tmp_path, 3600.0) as ranks:  # silence is no sign
         ranks.wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
         ranks.kill(lost)
         said = ranks.result_of(1 - lost)
@@ -247,23 +250,8 @@ def test_a_lost_rank_is_missed_also_where_nothing_is_gathered(tmp_path: Path, lo
     assert told in said
 
 
-def listening(rank: int, begun: Path) -> str:
-    """Computes nothing until another rank fails, or until it is told to leave."""
-    failed = threading.Event()
-    group = join_group("cpu")
-    assert group is not None
-    with patch("zinfer.ranks.rank_watch.SILENCE_S", 5.0):
-        watch = RankWatch(group, "listening")
-        watch.on_failure(lambda _: failed.set())
-        (begun / str(rank)).touch()
-        while not (failed.wait(0.1) or (begun / "over").exists()):
-            pass
-    watch.leave(watch.connect(), all_hear=False)
-    return str(watch.failure)
-
-
 def test_a_job_that_is_stopped_and_goes_on_misses_no_rank(tmp_path: Path) -> None:
-    with Ranks(2, listening, tmp_path) as ranks:
+    with Ranks(2, idle, tmp_path, 5.0) as ranks:
         ranks.wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
         for rank in range(2):
             ranks.kill(rank, signal.SIGSTOP)
