@@ -117,7 +117,9 @@ class Rehearsal:
             "kv_page_size": budget.page_size,
             "kv_cache_memory": num_pages * (budget.kv_bytes // budget.num_pages) // _KV_PART,
             "max_device_memory": parts.kv_cache + parts.activations,  # the KV cache is not there yet
-            **dict.fromkeys(("max_weight_memory", "max_host_memory", "max_pinned_memory")),
+            "max_weight_memory": None,
+            "max_host_memory": None,  # the load takes what was stated
+            "max_pinned_memory": None,
             "speculate": "off",
         }
         config = config_alone(config_keys(self._config), own)

@@ -133,7 +133,7 @@ def plan_batch(case: Case, request: Request) -> BatchPlan:
 
 
 def fit_batch(case: Case, request: Request) -> BatchPlan:
-    """As `plan_batch`, for lengths that were checked; a PlanError does not look for the least cap, which takes long."""
+    """As `plan_batch`, for lengths that were checked; its PlanError names no least cap, which takes long to find."""
     footprint = case.footprint(request)
     limits = case.limits_beside(footprint)
     plan = _place(case, limits, footprint)
