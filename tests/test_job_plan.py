@@ -201,6 +201,24 @@ def test_a_long_job_is_predicted_by_enough_of_its_rows(prompt: int, new: int) ->
     assert planned.seconds == pytest.approx(seconds_of_all_rows(planned, job), rel=0.04)
 
 
+def test_a_plan_is_not_given_up_for_fewer_seconds_than_it_takes() -> None:
+    """Passes that find weights in lent pages are shorter than those that copy them all."""
+    settings = resolve_settings({"zero_optimization": {"offload_param": {"device": "cpu"}}})
+    case = Case(read_outline(Path("opt-30b"), settings.dtype, settings.quantization), PRESETS["h200"], settings)
+    job, num_lending = Job(64, [512] * 64, [32] * 64), 0
+    for count in (2, 16, 64):
+        sizes = replace(Batching(), kv_cache_memory=60 * 10**9, max_sequences=count, tokens_per_pass=2048)
+        sized = SizedJob.of(case, sizes, job, None)
+        expected = sized.simulate(job, Simulations(job.prompt_lens, job.new_tokens, None))
+        new, other = (Simulations(job.prompt_lens, job.new_tokens, None) for _ in range(2))
+        assert sized.simulate(job, new, expected.seconds * (1 + 1e-9)).seconds == expected.seconds
+        copied_s = expected.simulated.num_passes * expected.plan.streamed_bytes / case.machine.rates.link_bytes_per_s
+        num_lending += copied_s > expected.seconds
+        with pytest.raises(PlanError, match="more than 0 passes"):
+            sized.simulate(job, other, 0.0)
+    assert num_lending
+
+
 def test_what_is_stated_is_kept(folder: Path) -> None:
     sizes = {"tokens_per_pass": 777, "max_sequences": 33, "kv_cache_memory": 50_000_000, "kv_page_size": 16}
     planned = plan_job(Case(outline_of(folder), machine_with(1_500_000_000, 10**10), stated(**sizes)), JOB)

@@ -256,10 +256,11 @@ class SizedJob:
     def _pages(self, prompt_len: int, new_tokens: int) -> int:
         return -(-(prompt_len + new_tokens) // self.budget.page_size)
 
-    def _pass_s(self, num_tokens: float, num_rows: float, num_context: float) -> float:
-        tokens, rows = max(round(num_tokens), 1), max(round(num_rows), 1)
-        pairs = round((tokens - rows) * num_context / 2) if tokens > rows else 0
-        return self.estimator.of_passes([PassSize(tokens, rows, round(rows * num_context) + tokens, 0, pairs)]).seconds
+    @property
+    def _least_pass_s(self) -> float:
+        """Seconds below which no pass is: one token, while weights stay in all pages that may be lent."""
+        num_lent = self.budget.num_pages if self.budget.lends else 0
+        return self.estimator.time_of(PassSize(1, 1, 2, num_lent)).seconds
 
     def simulate(self, job: Job, simulations: Simulations, most_s: float = math.inf) -> JobPlan:
         """Return the plan with the predicted seconds of a sample's passes.
@@ -269,7 +270,7 @@ class SizedJob:
         """
         estimator, num_batches = self.estimator, job.num_rows / min(job.num_rows, ROWS_TOGETHER)
         repeats = simulations.repeats(self.budget)
-        most_passes = most_s / num_batches / repeats / self._pass_s(1, 1, 1)
+        most_passes = most_s / num_batches / repeats / self._least_pass_s
         passes = simulations.under(self.budget, estimator.order, most_passes)
         sizes = passes.own if estimator.num_ranks == 1 else passes.together
         simulated = estimator.of_passes(sizes, passes.own).repeated(repeats)
