@@ -9,7 +9,7 @@ import torch
 
 from zinfer.config import Memory, Settings
 from zinfer.probe import limits as machine
-from zinfer.probe.limits import MachineLimits, _free_in_cgroup, find_limits
+from zinfer.probe.limits import MachineLimits, _free_in_cgroup, find_limits, usual_host_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +66,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card with 1,000 bytes free."""
     monkeypatch.setattr(machine, "choose_device", lambda settings: torch.device("cuda", 0))
     monkeypatch.setattr(machine, "_free_on", lambda device: 1000)
+
+
+@pytest.mark.parametrize(("free_gib", "usual_gib"), [(40, 32), (80, 64), (128, 112), (320, 304), (1000, 950)])
+def test_of_much_host_memory_less_is_left_in_proportion(free_gib: int, usual_gib: int) -> None:
+    assert usual_host_bytes(free_gib << 30) == usual_gib << 30
 
 
 @pytest.mark.usefixtures("card")

@@ -140,7 +140,7 @@ def test_figures_of_a_preset_can_be_stated(tmp_path: Path) -> None:
     stated = ("--host-memory", "128GB", "--link", "20 GB/s", "--disk", "3GB/s")
     found = document(zinfer_plan(folder, "--machine", "RTX 4090", *stated, "--json"))
     assert (found["machine"]["link_bytes_per_s"], found["machine"]["disk_bytes_per_s"]) == (20e9, 3e9)
-    assert found["budgets"]["host_bytes"] == pytest.approx(0.8 * 128e9, rel=0.1)
+    assert found["budgets"]["host_bytes"] == 128e9 - (16 << 30)
     told = zinfer_plan(folder, "--machine", "rtx4090", *stated).stdout
     assert "preset rtx4090, 128.00 GB of host memory, link 20.00 GB/s, disk 3.00 GB/s" in told
     as_it_is = document(zinfer_plan(folder, "--machine", "rtx4090", "--json"))

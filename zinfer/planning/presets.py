@@ -10,7 +10,7 @@ import torch
 from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError
 from zinfer.planning.data_sheets import DATA_SHEETS, LINK_BYTES_PER_S, DataSheet, find_data_sheet
-from zinfer.probe.limits import HOST_SHARE, MachineLimits, find_limits, free_device_bytes
+from zinfer.probe.limits import MachineLimits, find_limits, free_device_bytes, usual_host_bytes
 from zinfer.probe.rates import Rates
 from zinfer.ranks.mesh import Mesh
 from zinfer.units import human_bytes
@@ -95,7 +95,7 @@ class StatedMachine:
         """Return the machine with these figures; the origin of its rates says which are stated."""
         limits, rates, words = machine.limits, machine.rates, []
         if self.host_bytes is not None:
-            host_bytes = int(self.host_bytes * HOST_SHARE)
+            host_bytes = usual_host_bytes(self.host_bytes)
             limits = replace(limits, host_bytes=host_bytes, pinned_bytes=host_bytes)
             words.append(f"{human_bytes(self.host_bytes)} of host memory")
         if self.link_bytes_per_s is not None:
@@ -114,7 +114,7 @@ AS_IT_IS: Final = StatedMachine()
 
 def _of_sheet(sheet: DataSheet) -> Machine:
     """Return the machine of a data sheet; its card reaches the shares that an H200 reaches of its own."""
-    memory_bytes, host_bytes = int(sheet.memory_bytes), int(sheet.host_bytes * HOST_SHARE)
+    memory_bytes, host_bytes = int(sheet.memory_bytes), usual_host_bytes(int(sheet.host_bytes))
     limits = MachineLimits(torch.device("cuda", 0), memory_bytes, host_bytes, host_bytes)
     rates = Rates(
         link_bytes_per_s=LINK_BYTES_PER_S[sheet.pcie],

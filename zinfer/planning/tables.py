@@ -8,13 +8,13 @@ from rich.table import Table
 
 from zinfer.offload.block import Tier
 from zinfer.planning.advice import Advice
+from zinfer.planning.data_sheets import DATA_SHEETS
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.job_plan import Job, JobPlan
 from zinfer.planning.latency import ServingLatency, describe_latency, predict_latency
 from zinfer.planning.plan import BatchPlan, Case
 from zinfer.planning.presets import PRESETS, Machine
 from zinfer.planning.step_time import PassTime, speed
-from zinfer.probe.limits import HOST_SHARE
 from zinfer.units import duration, human_bytes
 
 
@@ -99,7 +99,7 @@ def preset_table() -> Table:
         table.add_column(name, justify="right")
     for name, machine in PRESETS.items():
         rates = machine.rates
-        sizes = (machine.device_memory_bytes, machine.limits.host_bytes / HOST_SHARE)
+        sizes = (machine.device_memory_bytes, DATA_SHEETS[name].host_bytes)
         speeds = (rates.link_bytes_per_s, rates.disk_bytes_per_s, rates.device_bytes_per_s)
         cells = [f"{number / 1e9:,.4g}" for number in (*sizes, *speeds)]
         table.add_row(name, *cells, f"{rates.flops_per_s / 1e12:,.0f}")

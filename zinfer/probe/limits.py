@@ -15,7 +15,9 @@ from zinfer.units import human_bytes
 
 # Shares of free memory for weights; the rest is for activations, the KV cache and other uses of the host.
 _DEVICE_SHARE: Final = 0.8
-HOST_SHARE: Final = 0.8
+_HOST_SHARE: Final = 0.8
+_MOST_HOST_REST: Final = 16 << 30  # preempted sequences take up to 4 GiB, processes that compile kernels the rest
+_LARGE_HOST_SHARE: Final = 0.95  # whatever that rest
 _CPU_SHARE: Final = 0.4  # on a CPU, device and host share one memory
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -130,16 +132,21 @@ def find_limits(settings: Settings, num_sharing: int = 1) -> MachineLimits:
     device, memory, free_host = choose_device(settings), settings.memory, free_host_bytes()
     if device.type == "cuda":
         most_device, most_host = _free_on(device), obtainable_host_bytes()
-        device_bytes, host_bytes = int(most_device * _DEVICE_SHARE), int(free_host * HOST_SHARE)
+        device_bytes, host_bytes = int(most_device * _DEVICE_SHARE), usual_host_bytes(free_host)
     else:
         host_bytes = int(free_host * _CPU_SHARE)
         device_bytes, most_device = host_bytes // num_sharing, free_host // num_sharing
         weight_bytes = num_sharing * (memory.max_weight_memory or device_bytes)
-        beside_weights = int(obtainable_host_bytes() * HOST_SHARE) - weight_bytes
+        beside_weights = usual_host_bytes(obtainable_host_bytes()) - weight_bytes
         most_host = max(host_bytes, beside_weights)
     limits = MachineLimits(device, device_bytes, host_bytes, host_bytes, num_sharing=num_sharing)
     limits = limits.stated(memory, most_device, most_host)
     return replace(limits, host_bytes=limits.host_bytes // num_sharing, pinned_bytes=limits.pinned_bytes // num_sharing)
+
+
+def usual_host_bytes(free_bytes: int) -> int:
+    """Return the budget of host memory where none is stated: a share of what is free, of much memory a larger one."""
+    return int(max(free_bytes * _HOST_SHARE, min(free_bytes - _MOST_HOST_REST, free_bytes * _LARGE_HOST_SHARE)))
 
 
 def free_host_bytes() -> int:
