@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,13 @@ class Server:
         with self.http() as http:
             found: dict[str, object] = http.get("/load").json()
         return found
+
+    def await_idle(self) -> None:
+        """Wait until what clients that are gone have asked for has ended."""
+        deadline = time.monotonic() + 30
+        while self.load()["sequences_under_way"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
     def replica_ids(self) -> list[int]:
         """Processes that compute, as children of the server; if it warms others, those that stand in for them."""

@@ -304,6 +304,7 @@ def test_many_connections_hold_up_nobody(server: Server, alone: dict[str, str]) 
 
 
 def test_a_key_leaves_room_for_others(server: Server) -> None:
+    server.await_idle()
     options: dict[str, Any] = {"model": "letters", "max_tokens": 1}
     with pytest.raises(openai.RateLimitError, match="257 more than the others' share allows") as refused:
         server.client().completions.create(**options, prompt=["a"] * 257)
