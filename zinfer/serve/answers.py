@@ -46,9 +46,8 @@ class Call:
 
     async def whole(self) -> dict[str, Any]:
         """Complete all prompts, and return the answer. Errors are those of `Service.complete`."""
-        async with self.service.admitted(self.several), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.service.completions(each)) for each in self.several]
-        found = [task.result() for task in tasks]
+        async with self.service.admitted(self.several):
+            found = await self._completions()
         choices: list[dict[str, Any]] = []
         for encoded, echo, completions in zip(self.several, self.echoes, found, strict=True):
             choices += [
@@ -59,6 +58,14 @@ class Call:
         if self.is_chat and (scores := found[0][0].prompt_logprobs) is not None:  # not in the choices, as vLLM's
             answer["prompt_logprobs"] = self.service.choices.scores(self.several[0].prompt_ids, scores)
         return answer
+
+    async def _completions(self) -> list[list[Completion]]:
+        """Return the completions of each prompt."""
+        if len(self.several) == 1:
+            return [await self.service.completions(self.several[0])]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.service.completions(each)) for each in self.several]
+        return [task.result() for task in tasks]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; an error after the first of them is an event too, one before is raised."""

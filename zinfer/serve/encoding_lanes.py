@@ -35,6 +35,11 @@ class EncodingLanes:
         lane = self._short if size <= SHORT else self._long
         return await asyncio.get_running_loop().run_in_executor(lane.thread, work, lane.encoder)
 
+    @property
+    def short_encoder(self) -> PromptEncoder:
+        """That of short texts; only its thread may use the tokenizer."""
+        return self._short.encoder
+
     def close(self) -> None:
         """End the threads, and the processes that render chats."""
         for lane in (self._short, self._long):

@@ -16,6 +16,7 @@ from zinfer.requests.sampling_params import SamplingParams
 from zinfer.scheduling.precedence import FIRST_COME, Precedence
 
 _LENGTH: Final = struct.Struct("<Q")
+_READ_BYTES: Final = 1 << 16
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -150,6 +151,7 @@ class Connection:
         self._reader, self._writer = reader, writer
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._encoder = msgspec.msgpack.Encoder()
+        self._held, self._begin = b"", 0  # what has arrived, and where the next message begins
 
     def send(self, message: ToEngine | FromEngine) -> None:
         """Queue a message; after the other end has gone it is dropped."""
@@ -160,10 +162,24 @@ class Connection:
     async def receive(self) -> Any:
         """Return the next message; None: the other end has gone."""
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            return self._decoder.decode(await self._reader.readexactly(length))
+            while missing := self._num_missing():
+                read = self._reader.read(_READ_BYTES) if missing < _READ_BYTES else self._reader.readexactly(missing)
+                if not (more := await read):
+                    return None
+                self._held, self._begin = self._held[self._begin :] + more, 0
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
+        begin, self._begin = self._begin + _LENGTH.size, self._end()
+        return self._decoder.decode(memoryview(self._held)[begin : self._begin])
+
+    def _num_missing(self) -> int:
+        """Return how many bytes the next message lacks, or its length; 0: it is there."""
+        end = self._begin + _LENGTH.size
+        return max(end - len(self._held), 0) or max(self._end() - len(self._held), 0)
+
+    def _end(self) -> int:
+        (length,) = _LENGTH.unpack_from(self._held, self._begin)
+        return self._begin + _LENGTH.size + int(length)
 
     async def close(self) -> None:
         """Send what is queued, and close the connection."""

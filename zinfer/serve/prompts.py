@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from zinfer.errors import ConfigError
 from zinfer.requests.length_limits import LengthLimits, Limit
@@ -19,6 +19,9 @@ from zinfer.serve.encoding_lanes import SHORT, EncodingLanes, size_of
 from zinfer.serve.errors import ApiError
 from zinfer.serve.list_lengths import check_lists
 from zinfer.serve.messages import Ready
+
+_FEW_TOKENS: Final = 2048
+"""Prompts of so many token ids are looked at without another thread, which takes longer than they do."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,10 @@ class Prompts:
         beside, several = size_of([variables, tools]), list[Encoded]()
         for size, part in _parts(prompts):  # calls take turns between their parts
             work = partial(self._encode, part, params, variables, default_new, tools)
-            several += await self._open_lanes.run(size + beside, work)
+            if size + beside <= _FEW_TOKENS and all(isinstance(each, Mapping) for each in part):
+                several += work(self._open_lanes.short_encoder)  # nothing is tokenized
+            else:
+                several += await self._open_lanes.run(size + beside, work)
         return [replace(each, precedence=precedence) for each in several]
 
     def check_lists(self, record: Mapping[str, Any]) -> None:
