@@ -13,6 +13,9 @@ import zinfer
 from zinfer import LLM
 from zinfer.config import resolve_settings
 from zinfer.engine.engine import InferenceEngine
+from zinfer.jobs.bench import run_bench
+from zinfer.jobs.bench_request import BenchRequest
+from zinfer.planning.job_plan import Job
 
 __all__ = ["folder", "model", "output", "prompts"]  # fixtures
 
@@ -71,6 +74,16 @@ def test_an_llm_keeps_sequences_under_a_path_where_an_engine_writes_nothing(
     assert [line.partition(" (")[0] for line in said(caplog)] == [
         "without effect: zero_optimization.offload_param.nvme_path"
     ]
+
+
+def test_what_a_plan_honours_is_not_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fast = {"zinfer": {"device": "cpu", "kv_cache_memory": "1MB", "optimize": "speed"}}
+    LLM(folder, fast, job=Job(1, [3], [2])).close()
+    assert said(caplog) == []
+    run_bench(BenchRequest(str(folder), new_tokens=2, rows=1, prompt_len=3, config=fast))
+    assert said(caplog) == []
+    LLM(folder, fast).close()
+    assert [line.partition(" (")[0] for line in said(caplog)] == ["without effect: zinfer.optimize"]
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ class LLM(BatchedModel):
         job: Job | None = None,
         **kwargs: object,
     ) -> None:
-        settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module), swaps=True)
+        is_module = isinstance(model, nn.Module)
+        settings = resolve_settings(config, kwargs, is_module=is_module, swaps=True, is_job=job is not None)
         say_without_effect(settings)
         if job is not None:
             sizes, arguments = split(_planned(model, settings, job))

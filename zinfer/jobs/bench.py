@@ -18,6 +18,7 @@ from zinfer.batching.llm import LLM
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.folder import CONFIG_NAME, absolute
 from zinfer.config import Settings, resolve_settings
+from zinfer.config.settings import mute_key_report, say_without_effect
 from zinfer.display import shown
 from zinfer.engine.random_weights import RandomWeights, write_random
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
@@ -70,6 +71,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
     if scratch is not None:
         scratch.mkdir(parents=True, exist_ok=True)
     with shown(Meter(console)) as meter, tempfile.TemporaryDirectory(prefix="zinfer-bench-", dir=scratch) as temporary:
+        say_without_effect(settings, meter.note)
         folder = Path(temporary)
         checkpoint, every = _prepare(request, settings, folder)
         prompts = share_of(every, mesh.share_of(place), mesh, request)
@@ -171,7 +173,8 @@ def _open(
     rehearsal = Rehearsal(checkpoint, request.config, options, weights.prepare)
     beside, arguments = rehearsal.beside_load, {**arguments, "prepare": weights.prepare}
     try:
-        llm = LLM(checkpoint, request.config, beside_load=beside, **arguments, **options)
+        with mute_key_report():  # `run_bench` has said it
+            llm = LLM(checkpoint, request.config, beside_load=beside, **arguments, **options)
     except PlanError as error:
         if request.memory_cap is None:
             raise
