@@ -254,6 +254,7 @@ def test_the_command_prints_a_table_and_a_json_line(tmp_path: Path) -> None:
     assert document["shares"].keys() == {"link", "disk", "compute"}
     for words in ("random weights", "blocks repeat its bytes", "predicted", "achieved"):
         assert any(words in row for row in table), words
+    assert "weights: 7 blocks in memory\n" in found.stderr
     found = zinfer_bench("--model", str(tmp_path / "model"), *options, "--json")
     assert json.loads(found.stdout)["new_tokens"] == 6
 

@@ -30,6 +30,7 @@ from zinfer.jobs.memory_cap import held_beyond
 from zinfer.jobs.progress import Forecast, JobForecast, Load, Meter, Stretch
 from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.rivals import Task, is_installed
+from zinfer.jobs.summary import weights_line
 from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.outline import is_known_model, made_up_model
 from zinfer.offload.block import Tier
@@ -198,6 +199,7 @@ def _measure(
 ) -> BenchResult:
     lengths, new_tokens = _lengths(prompts)
     predicted = llm.predict(lengths, new_tokens)
+    meter.note(f"weights: {weights_line(llm.stats(), llm.device.type)}")
     meter.note(f"predicted: {predicted}")
     meter.num_rows = len(prompts)
     forecast = Forecast(f"{predicted}", predicted.tokens_per_s, predicted.seconds, predicted.num_passes)
