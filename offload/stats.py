@@ -129,13 +129,19 @@ class Stalls:
             seconds["compute"] += lane.stream.copies_waited_s()
         return seconds
 
-    def note_wait(self, transfer: Transfer, begin_s: float) -> None:
-        """Add the time since ``begin_s``, in which compute waited for the transfer, and no lane for compute."""
+    def note_wait(self, transfer: Transfer, begin_s: float, computed: Event | None) -> None:
+        """Note that this thread has waited for the transfer since ``begin_s``; in that time no lane waits for compute.
+
+        A device waits as well from when it has done what it was given before, at ``computed``; None: nobody waited.
+        """
         now_s = time.perf_counter()
-        waited_s = now_s - begin_s
         if self._full_since_s is not None:
             self._full_since_s += now_s - max(begin_s, self._full_since_s)
-        loading_s = min(max(transfer.loaded_at_s - begin_s, 0.0), waited_s) if transfer.source.staged else 0.0
+        if computed is None or not computed.is_reached():
+            return
+        idle_since_s = max(begin_s, computed.time_s())
+        waited_s = max(now_s - idle_since_s, 0.0)
+        loading_s = min(max(transfer.loaded_at_s - idle_since_s, 0.0), waited_s) if transfer.source.staged else 0.0
         self._seconds["disk" if transfer.source.tier is Tier.DISK else "host"] += loading_s
         self._seconds["link"] += waited_s - loading_s
 

@@ -134,9 +134,9 @@ class Streamer:
             self.prefetch(block)
         self._order.use(block.index)
         self._look_ahead()
-        begin_s = time.perf_counter()
+        begin_s, computed = time.perf_counter(), self._mark_compute_before(block)
         use = self._wait_until_sent(block, prefetched)
-        self._stalls.note_wait(use.transfer, begin_s)
+        self._stalls.note_wait(use.transfer, begin_s, computed)
         begin = use.transfer.target.stream.join(use.transfer.sent())
         if block.index not in self._cached:
             self._arrivals.note(begin, use.transfer.source)
@@ -312,6 +312,11 @@ class Streamer:
             self._borrowed.append(use.slot)
         else:
             self._slots.put(use.slot)
+
+    def _mark_compute_before(self, block: Block) -> Event | None:
+        """Return the event after the compute so far, if the block has to be waited for."""
+        transfer = (self._cached.get(block.index) or self._moving[block.index]).transfer
+        return transfer.target.stream.mark_compute() if self._synchronous or not transfer.is_over else None
 
     def _wait_until_sent(self, block: Block, prefetched: bool) -> _Use:
         """Wait until the block's copies are enqueued; in synchronous mode, until they are done.
