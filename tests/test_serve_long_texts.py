@@ -1,5 +1,6 @@
 """Long texts and lists: refused before they cost much, and no reason for others to wait."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -8,6 +9,12 @@ from typing import Any
 import pytest
 from jobs_support import letters_model
 from serve_support import Server, serving
+
+from zinfer.requests.length_limits import LengthLimits
+from zinfer.requests.prompt_encoder import PromptEncoder
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.serve.messages import Ready
+from zinfer.serve.prompts import Prompts
 
 LONG_S = 0.5
 HI = [{"role": "user", "content": "hi"}]
@@ -44,6 +51,33 @@ def test_short_texts_do_not_wait_for_long_ones(server: Server) -> None:
     for each in counting:
         each.join()
     assert num_before == 3
+
+
+def test_only_one_prompt_of_few_tokens_is_checked_between_others_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many prompts of a token each, or a long one, take milliseconds, and a text has to be tokenized."""
+    threads: list[threading.Thread] = []
+
+    def encode(encoder: object, prompt: object, params: SamplingParams, *others: object) -> tuple[list[int], Any]:
+        threads.append(threading.current_thread())
+        return [5], params
+
+    monkeypatch.setattr(PromptEncoder, "encode", encode)
+    prompts, params = Prompts(None, 2048), SamplingParams(max_new_tokens=1)
+    prompts.open(Ready(4096, LengthLimits(), 100))
+
+    def is_here(*several: Any) -> bool:
+        threads.clear()
+        asyncio.run(prompts.encode(several, params))
+        assert len(threads) == len(several)
+        return threading.current_thread() in threads
+
+    try:
+        assert is_here({"prompt_token_ids": [5] * 2000})
+        assert not is_here({"prompt_token_ids": [5] * 2100})
+        assert not is_here({"prompt_token_ids": [5]}, {"prompt_token_ids": [5]})
+        assert not is_here("5")
+    finally:
+        prompts.close()
 
 
 TOO_LONG: list[tuple[str, dict[str, Any], str, str]] = [

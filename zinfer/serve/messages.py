@@ -173,7 +173,7 @@ class Connection:
         return self._decoder.decode(memoryview(self._held)[begin : self._begin])
 
     def _num_missing(self) -> int:
-        """Return how many bytes the next message lacks, or its length; 0: it is there."""
+        """Return how many bytes the next message's length lacks, or else the message; 0: it has arrived."""
         end = self._begin + _LENGTH.size
         return max(end - len(self._held), 0) or max(self._end() - len(self._held), 0)
 

@@ -21,7 +21,7 @@ from zinfer.serve.list_lengths import check_lists
 from zinfer.serve.messages import Ready
 
 _FEW_TOKENS: Final = 2048
-"""Prompts of so many token ids are looked at without another thread, which takes longer than they do."""
+"""A prompt of so many token ids is checked in less time than another thread takes to begin."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Prompts:
         beside, several = size_of([variables, tools]), list[Encoded]()
         for size, part in _parts(prompts):  # calls take turns between their parts
             work = partial(self._encode, part, params, variables, default_new, tools)
-            if size + beside <= _FEW_TOKENS and all(isinstance(each, Mapping) for each in part):
-                several += work(self._open_lanes.short_encoder)  # nothing is tokenized
+            if len(prompts) == 1 and isinstance(part[0], Mapping) and size + beside <= _FEW_TOKENS:
+                several += work(self._open_lanes.short_encoder)  # which tokenizes nothing
             else:
                 several += await self._open_lanes.run(size + beside, work)
         return [replace(each, precedence=precedence) for each in several]
