@@ -130,9 +130,10 @@ class Stalls:
         return seconds
 
     def note_wait(self, transfer: Transfer, begin_s: float, computed: Event | None) -> None:
-        """Note that this thread has waited for the transfer since ``begin_s``; in that time no lane waits for compute.
+        """Note that the thread that launches kernels waited for the transfer from ``begin_s`` until now.
 
-        A device waits as well from when it has done what it was given before, at ``computed``; None: nobody waited.
+        Meanwhile no lane waited for compute. The device counts as waiting only after ``computed``, the end of the work
+        that was launched before; None: the transfer was over already.
         """
         now_s = time.perf_counter()
         if self._full_since_s is not None:

@@ -315,15 +315,19 @@ class Streamer:
 
     def _mark_compute_before(self, block: Block) -> Event | None:
         """Return the event after the compute so far, if the block has to be waited for."""
-        transfer = (self._cached.get(block.index) or self._moving[block.index]).transfer
+        transfer = self._use_of(block).transfer
         return transfer.target.stream.mark_compute() if self._synchronous or not transfer.is_over else None
+
+    def _use_of(self, block: Block) -> _Use:
+        """Return where a block is cached, or is being transferred to."""
+        return self._cached.get(block.index) or self._moving[block.index]
 
     def _wait_until_sent(self, block: Block, prefetched: bool) -> _Use:
         """Wait until the block's copies are enqueued; in synchronous mode, until they are done.
 
         A failed prefetch is retried: the cause (a file being replaced) may be gone.
         """
-        use = self._cached.get(block.index) or self._moving[block.index]
+        use = self._use_of(block)
         failure = use.transfer.failure()
         if failure is not None:
             self._give_up(use)
