@@ -16,8 +16,8 @@ from zinfer.units import human_bytes
 # Shares of free memory for weights; the rest is for activations, the KV cache and other uses of the host.
 _DEVICE_SHARE: Final = 0.8
 _HOST_SHARE: Final = 0.8
-_MOST_HOST_REST: Final = 16 << 30  # preempted sequences take up to 4 GiB, processes that compile kernels the rest
-_LARGE_HOST_SHARE: Final = 0.95  # whatever that rest
+_MOST_HOST_SHARE: Final = 0.95
+_ENOUGH_HOST_REST: Final = 16 << 30  # 4 GiB for preempted sequences, the others for processes that compile kernels
 _CPU_SHARE: Final = 0.4  # on a CPU, device and host share one memory
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -145,8 +145,8 @@ def find_limits(settings: Settings, num_sharing: int = 1) -> MachineLimits:
 
 
 def usual_host_bytes(free_bytes: int) -> int:
-    """Return the budget of host memory where none is stated: a share of what is free, of much memory a larger one."""
-    return int(max(free_bytes * _HOST_SHARE, min(free_bytes - _MOST_HOST_REST, free_bytes * _LARGE_HOST_SHARE)))
+    """Return the budget of host memory where none is stated: a share of what is free, of much memory a larger share."""
+    return int(max(free_bytes * _HOST_SHARE, min(free_bytes - _ENOUGH_HOST_REST, free_bytes * _MOST_HOST_SHARE)))
 
 
 def free_host_bytes() -> int:
