@@ -162,9 +162,12 @@ def test_each_rank_rehearses_alone_where_it_has_whole_layers(
     assert run_ranks(2, rehearsed, model, tmp_path, mode) == [(is_rehearsed, wanted)] * 2
 
 
-def test_a_job_on_random_weights_rehearses_over_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = {"zinfer": {**CONFIG["zinfer"], "quantization": {"bits": 4, "group_size": 32}}}
-    request = BenchRequest(folder_of(LLAMA, tmp_path), 4, rows=3, prompt_len=8, device="cpu", config=config)
+@pytest.mark.parametrize("weights", ["int4", "fp16"])
+def test_a_job_on_random_weights_rehearses_over_its_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, weights: str
+) -> None:
+    model = folder_of({**LLAMA, "hidden_size": 256, "intermediate_size": 256}, tmp_path)
+    request = BenchRequest(model, 4, rows=3, prompt_len=8, weights=weights, device="cpu", config=CONFIG)
     done: list[bool] = []
     compute = rehearsal.compute_passes
     with pytest.MonkeyPatch.context() as patch:

@@ -111,7 +111,6 @@ class Rehearsal:
     def _rehearse(self, parts: DeviceParts, budget: BatchingBudget) -> None:
         num_pages = min(_KV_PASSES * budget.tokens_per_pass // budget.page_size, budget.num_pages)
         own: dict[str, Any] = {
-            **{name: value for name, value in self._options.items() if name != "trace"},
             "tokens_per_pass": budget.tokens_per_pass,
             "max_sequences": budget.max_sequences,
             "kv_page_size": budget.page_size,
@@ -122,10 +121,11 @@ class Rehearsal:
             "max_pinned_memory": None,
             "speculate": "off",
         }
+        options: dict[str, Any] = {name: value for name, value in self._options.items() if name not in {*own, "trace"}}
         config = config_alone(config_keys(self._config), own)
         config.pop("zero_optimization", None)  # the few layers stay on the device
         config["enable_cuda_graph"] = False  # a capture forbids what the load does meanwhile
-        with LLM(self._model, config, prepare=FewLayers(self._prepare).prepare) as llm:
+        with LLM(self._model, config, prepare=FewLayers(self._prepare).prepare, **options) as llm:
             if compute_passes(llm, self._model, self._is_loaded.is_set):
                 self.note_passes()
 
