@@ -35,6 +35,7 @@ from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.outline import is_known_model, made_up_model
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
+from zinfer.planning.job_estimator import JobPrediction
 from zinfer.planning.job_plan import Job
 from zinfer.planning.job_sizes import Sizes, choose_sizes, plans_sizes, split
 from zinfer.probe.limits import choose_device
@@ -83,13 +84,14 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
         with held_beyond(request.memory_cap, settings) as held:
             meter.begin("loading")
             weights, begin_s = RandomWeights(folder, request.experts, partition), time.perf_counter()
-            job = Job(len(prompts) * mesh.size, *_lengths(prompts))
+            job = Job(len(every), *_lengths(prompts))
             sizes = _choose_sizes(folder, checkpoint, settings, job, meter, mesh, group)
             with _open(request, checkpoint, keys, sizes, weights) as llm:
                 start_s = time.perf_counter() - begin_s
+                predicted = llm.predict(*_lengths(prompts))
                 if group is not None:
-                    all_values(group, None)  # ranks that begin together share each other's passes
-                found = _measure(request, llm, weights, prompts, meter, start_s, held)
+                    all_values(group, None)  # they share each other's passes; rates are measured before any
+                found = _measure(request, llm, weights, prompts, predicted, meter, start_s, held)
         if group is not None:
             found = BenchResult.together(all_values(group, found), mesh)
             if group.rank > 0:  # its process ends, and leaves its memory to rivals
@@ -193,12 +195,11 @@ def _measure(
     llm: LLM,
     weights: RandomWeights,
     prompts: Sequence[BenchPrompt],
+    predicted: JobPrediction,
     meter: Meter,
     start_s: float,
     held: tuple[int, int],
 ) -> BenchResult:
-    lengths, new_tokens = _lengths(prompts)
-    predicted = llm.predict(lengths, new_tokens)
     meter.note(f"weights: {weights_line(llm.stats(), llm.device.type)}")
     meter.note(f"predicted: {predicted}")
     meter.num_rows = len(prompts)
@@ -222,7 +223,7 @@ def _measure(
         predicted=predicted,
         seconds=seconds,
         start_s=start_s,
-        num_prompt_tokens=sum(lengths),
+        num_prompt_tokens=sum(_lengths(prompts)[0]),
         num_new_tokens=num_new,
         stats=llm.stats(),
         tier_bytes={
