@@ -91,6 +91,10 @@ def test_a_pass_hangs_if_it_takes_ten_times_as_long_as_any_step_before(monkeypat
         progress.note_step()
         assert look(60) is None
     progress = Progress(sees_waits=True)
+    with progress.taking_part():
+        pass
+    with progress.taking_part():
+        assert look(60) is not None, "which compiles nothing, of a rank without rows of its own too"
     progress.begin_pass()
     assert look(900) is None, "the first pass compiles"
     assert progress.find_hang(1.0) is not None
