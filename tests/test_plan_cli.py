@@ -49,7 +49,7 @@ def document(result: Result) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_config_alone_is_planned_for_a_preset(name: str, preset: str, tmp_path: Path) -> None:
     options = ("--machine", preset, "--batch-size", "4", "--prompt-len", "256", "--new-tokens", "32")
