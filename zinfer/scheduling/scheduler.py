@@ -164,6 +164,8 @@ class Scheduler:
             if not is_admitted:
                 break
             num_left -= new_pass.chunks.ends[-1] - new_pass.chunks.begins[-1]
+            if not new_pass.chunks.samples[-1]:  # it took all tokens or all pages, and stays the one prompt under way
+                break
         if not new_pass.chunks:
             if any(map(self._sets.waits, (*self._running, *self._preempted))):
                 self._unpassed = new_pass.swapped_out
@@ -287,11 +289,17 @@ class Scheduler:
         num_running, most = len(running), max(most_running - claims.num_rows, 0)
         if prompt is not None and prompt.is_background:
             self._preempt(prompt, new_pass)
+        num_pages = claims.num_pages + sum(map(self._needs_page, running.decodes()))
         while (last := running.last) is not None and last.is_background:
-            if len(running) <= most and self._allocator.num_free_for_prompts(len(running)) >= claims.num_pages:
+            if len(running) <= most and self._allocator.num_free_for_prompts(len(running)) >= num_pages:
                 break
+            num_pages -= self._needs_page(last)
             self._preempt(last, new_pass)
         return claims, len(running) < num_running
+
+    def _needs_page(self, sequence: Sequence) -> bool:
+        """Whether the next token of a running sequence lies on a page that it has to get."""
+        return sequence.num_computed >= len(sequence.pages) * self.pool.page_size
 
     def _preempt_for(self, sequence: Sequence, new_pass: Pass) -> bool:
         """Preempt the last background sequence, if it has no chunk in this pass, for one that got too few pages.
@@ -354,7 +362,7 @@ class Scheduler:
     def _schedule_prompt(self, prompt: Sequence, most_tokens: int, new_pass: Pass) -> int:
         """Schedule the prompt under way as far as tokens and pages allow.
 
-        Returns the tokens taken; ``most_tokens`` if there was no page, so that nothing else is admitted.
+        Returns the tokens taken; ``most_tokens`` if it does not reach its end, so that nothing else is admitted.
         """
         begin = prompt.num_computed
         end = min(prompt.num_tokens, begin + most_tokens)
@@ -364,7 +372,7 @@ class Scheduler:
             return most_tokens
         new_pass.chunks.append(_chunk(prompt, begin, end))
         self._allocator.publish(prompt, end)
-        return end - begin
+        return end - begin if end == prompt.num_tokens else most_tokens
 
     def _extend(self, sequence: Sequence, end: int, new_pass: Pass) -> int:
         """Allocate pages for a running sequence up to position ``end``; returns the position they reach."""
