@@ -30,8 +30,8 @@ class Progress:
     def __init__(self, *, sees_waits: bool) -> None:
         self._sees_waits = sees_waits
         self._lock = threading.Lock()
-        self._num_at_work = self._num_helping = self._num_waiting = 0
-        self._num_steps = self._num_passes = self._num_helped = 0
+        self._num_at_work = self._num_serving = self._num_waiting = 0
+        self._num_steps = self._num_passes = self._num_served = 0
         self._seen_steps = 0  # by the last look
         self._stood_s = self._longest_s = 0.0
 
@@ -52,14 +52,14 @@ class Progress:
     def taking_part(self) -> Iterator[None]:
         """Take part in another rank's use of a block, which compiles nothing of this one's."""
         with self._lock:
-            self._num_helping += 1
+            self._num_serving += 1
             self._num_steps += 1
         try:
             yield
         finally:
             with self._lock:
-                self._num_helping -= 1
-                self._num_helped += 1
+                self._num_serving -= 1
+                self._num_served += 1
                 self._num_steps += 1
 
     @contextmanager
@@ -86,10 +86,10 @@ class Progress:
             since_s: seconds since the last call, while the process ran.
         """
         with self._lock:
-            is_busy = self._num_at_work + self._num_helping > 0
+            is_busy = self._num_at_work + self._num_serving > 0
             stands = is_busy and not self._num_waiting and self._num_steps == self._seen_steps
             self._seen_steps = self._num_steps
-            num_before = self._num_passes + (0 if self._num_at_work else self._num_helped)
+            num_before = self._num_passes + (0 if self._num_at_work else self._num_served)
         if not stands:
             self._longest_s, self._stood_s = max(self._longest_s, self._stood_s), 0.0
             return None
