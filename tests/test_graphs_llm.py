@@ -50,6 +50,17 @@ def test_tokens_are_those_alone(
         assert llm.stats().passes == len(llm._batcher.pass_sizes) + 3 * NUM_NEW
 
 
+def test_rare_forms_are_left_to_python(folder: Path, prompts: list[list[int]], stand_in: object, device: str) -> None:
+    """A capture takes as long as many replays save; the last passes of a job have other numbers of rows each."""
+    with LLM(folder, device=device, kv_cache_memory="2MB", speculate="off") as llm:
+        llm.generate(by_ids(prompts), [SamplingParams(max_new_tokens=1 + number % NUM_NEW) for number in range(13)])
+        counts = llm.graphs
+        assert counts.captured == 0 < counts.eager[FIRST], counts
+        for _ in range(2):
+            llm.generate(by_ids(prompts[:1]), GREEDY)
+        assert counts.captured == 1 < counts.replayed, counts
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "mistral", "gemma2", "deepseek_v2", "mixtral"])
 def test_families(family: str, tmp_path: Path, open_llm: Callable[..., LLM], device: str) -> None:

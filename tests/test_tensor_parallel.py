@@ -326,7 +326,7 @@ def replayed(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[tu
     """Greedy tokens, and how many passes were replayed from CUDA graphs."""
     prompts = [{"prompt_token_ids": IDS[number, : 3 + number].tolist()} for number in range(2)]
     with zinfer.LLM(folder, settings) as llm:
-        found = llm.generate(prompts, zinfer.SamplingParams(max_new_tokens=12))
+        found = llm.generate(prompts, zinfer.SamplingParams(max_new_tokens=20))
         return [each.token_ids for each in found], llm.graphs.replayed
 
 

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 _MOST_BYTES_A_BLOCK: Final = 64 << 20
 """Streamed bytes per pass and block above which graphs do not help: the link takes more than a millisecond for them,
 Python 0.6 ms to launch a layer."""
+_PATIENCE: Final = 8
+"""Launches of a pass before its form is captured, which takes as long as some seven replays save (48 layers: 180 ms for
+25 ms each); where a job's rows end one by one, most forms come once or twice."""
 _DECODE: Final = "_optimize_model_for_decode"
 """The context manager that `generate` enters before its decode passes (transformers, generation/utils.py)."""
 
@@ -56,9 +59,10 @@ def open_graphs(
         hindrance = "zinfer.check_finite looks at every layer"
     elif settings.batching.kv_cache_tier == "host":
         hindrance = "a KV cache in host memory changes its addresses"
+    elif settings.cuda_graph:
+        return ForwardGraphs(capturer, device)
     else:
-        most_bytes = _MOST_BYTES_A_BLOCK * len(plan.homes) if settings.cuda_graph is None else None
-        return ForwardGraphs(capturer, device, most_bytes)
+        return ForwardGraphs(capturer, device, _MOST_BYTES_A_BLOCK * len(plan.homes), _PATIENCE)
     level = logging.WARNING if settings.cuda_graph else logging.DEBUG
     log.log(level, "enable_cuda_graph: %s; Python launches every forward", hindrance)
     return None

@@ -24,6 +24,7 @@ _MOST_PIECES: Final = 512
 """In total, unless one form alone has more: the driver keeps some device memory for each."""
 _MOST_FORMS: Final = 1024  # remembered; the oldest is forgotten first
 FIRST: Final = "the first of its form"
+RARE: Final = "its form has been rare so far"
 
 
 @dataclass
@@ -45,25 +46,33 @@ class GraphCounts:
 
 
 class ForwardGraphs:
-    """Captures a forward when input of its form arrives again, and replays it.
+    """Captures a forward once input of its form has arrived ``patience`` times, and replays it.
 
     Args:
         device: of all tensors.
         most_streamed_bytes: as for `GraphSplits`.
+        patience: eager forwards of a form before it is captured.
 
     Attributes:
         cuts: splits at blocks that stream.
         counts: of captures and replays.
     """
 
-    def __init__(self, capturer: CudaCapturer, device: torch.device, most_streamed_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        capturer: CudaCapturer,
+        device: torch.device,
+        most_streamed_bytes: int | None = None,
+        patience: int = 1,
+    ) -> None:
+        self._patience = patience
         self.cuts = GraphSplits(most_streamed_bytes)
         self._capturer = capturer
         self._device = device
         # By form, and by the arrangement of streamed blocks.
         self._graphs: OrderedDict[tuple[Hashable, Hashable], _Graph] = OrderedDict()
-        # Why a form was not captured; "" if it was seen for the first time.
-        self._seen: OrderedDict[Hashable, str] = OrderedDict()
+        # How often a form was seen, or why it cannot be captured.
+        self._seen: OrderedDict[Hashable, int | str] = OrderedDict()
         self._off = ""  # why nothing is replayed
         self._is_compiled = False
         self.counts = GraphCounts()
@@ -143,8 +152,7 @@ class ForwardGraphs:
             for other in [other for other in self._graphs if other[1] != form[1]]:
                 del self._graphs[other]
         if self._has_too_many_with(graph):
-            self._seen[form] = "too many graphs of other forms"
-            raise CannotCapture(self._seen[form])
+            raise self._never(form, "too many graphs of other forms")
         if len(self._graphs) == _MOST_GRAPHS:
             self._graphs.popitem(last=False)
 
@@ -165,18 +173,23 @@ class ForwardGraphs:
             with self.cuts.within(capture):
                 return _Graph(forward, capture, call)
         except (RuntimeError, CannotCapture) as error:
-            self._seen[form] = f"cannot be captured: {_reason(error, handled)}"
-            raise CannotCapture(self._seen[form]) from error
+            raise self._never(form, f"cannot be captured: {_reason(error, handled)}") from error
+
+    def _never(self, form: Hashable, reason: str) -> CannotCapture:
+        """Return the error of a form that stays eager."""
+        self._seen[form] = reason
+        return CannotCapture(reason)
 
     def _expect_again(self, form: Hashable) -> None:
-        """Raise CannotCapture unless the form was seen before and its capture did not fail."""
-        if form not in self._seen:
-            self._seen[form] = ""
+        """Raise CannotCapture unless the form was seen often enough before and its capture did not fail."""
+        seen = self._seen.setdefault(form, 0)
+        if isinstance(seen, str):
+            raise CannotCapture(seen)
+        if seen < self._patience:
+            self._seen[form] = seen + 1
             if len(self._seen) > _MOST_FORMS:
                 self._seen.popitem(last=False)
-            raise CannotCapture(FIRST)
-        if reason := self._seen[form]:
-            raise CannotCapture(reason)
+            raise CannotCapture(FIRST if not seen else RARE)
 
 
 def _reason(error: BaseException, handled: BaseException | None) -> str:
