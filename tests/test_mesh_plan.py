@@ -227,7 +227,7 @@ def test_experts_are_listed_for_mixtures_that_can_be_divided(outline: Outline, m
     assert max(map(len, lines)) <= 80
     assert any("expert" in line for line in lines)
     assert sum(line.startswith("│") for line in lines) == len(meshes) == 10, "a line each"
-    assert any("device memory" in line for line in lines)
+    assert any("matrix work" in line for line in lines)
 
 
 @pytest.mark.parametrize(("mesh", "num_layers"), [(Mesh(pipeline=2), 7), (Mesh(pipeline=4, replicas=2), 4)])

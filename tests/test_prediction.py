@@ -192,6 +192,24 @@ def test_blocks_that_stay_in_lent_memory_do_not_pass() -> None:
     assert [each.disk_s > 0 for each in found] == [True, False, False, False, False]
 
 
+def test_ranks_that_copy_as_they_like_slow_products_and_take_no_turns() -> None:
+    """Of two ranks each has half of three blocks on its device, and the whole fourth one."""
+    halves, slow = Home(Tier.DEVICE, shared=True), replace(rates(), device_bytes_per_s=1e9, gather_bytes_per_s=12e9)
+    homes = replace(plan(halves, halves, RESIDENT, halves), num_ranks=2)
+    pulled = [3 * BLOCK_BYTES / 2 - count * BLOCK_BYTES for count in range(2)] + [0, 0]
+    joined = replace(slow, gather_bytes_per_s=25e9)
+    clock, in_turns = PassClock(homes, WORK, joined), PassClock(homes, WORK, slow)
+    assert (clock.num_gathering, in_turns.num_gathering) == (1, 2)
+    for count, nbytes in enumerate(pulled):
+        found = clock.pass_time(1, 1, cache_bytes=0, lent_bytes=count * BLOCK_BYTES)
+        assert found.gather_s == pytest.approx(2 * nbytes / 25e9)
+        assert found.between_s == pytest.approx(2 * nbytes / 1e9)
+        together = in_turns.pass_time(1, 1, cache_bytes=0, lent_bytes=count * BLOCK_BYTES)
+        assert together.gather_s == pytest.approx(3 * BLOCK_BYTES / 12e9 + 3 * 2e-3), "nothing stays"
+    resident = PassClock(plan(*[RESIDENT] * 4), WORK, joined).pass_time(1, 1, cache_bytes=0)
+    assert (resident.gather_s, resident.between_s) == (0, 0)
+
+
 def test_norms_that_are_written_out_in_python_move_more() -> None:
     shape = ModelSpec.read(AutoConfig.for_model("llama", hidden_size=64, intermediate_size=128, num_attention_heads=4))
     assert shape.has_rms_norms

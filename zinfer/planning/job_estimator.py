@@ -147,6 +147,7 @@ class JobEstimator:
         times = [self.time_of(size) for size in sizes]
         seconds = sum(each.seconds for each in times)
         names = [each.bottleneck for each in times]
+        resources = max((each.terms for each in times), key=len)  # a pass whose layers all stay gathers nothing
         own = sizes if own is None else own
         num_tokens, num_new = sum(size.num_tokens for size in own), sum(size.num_samples for size in own)
         return JobPrediction(
@@ -156,7 +157,7 @@ class JobEstimator:
             tokens_per_s=num_new / seconds,
             bottleneck=max(set(names), key=names.count),
             most_together=max(size.num_samples for size in own),
-            busy_s={name: sum(each.terms[name] for each in times) for name in times[0].terms},
+            busy_s={name: sum(each.terms.get(name, 0.0) for each in times) for name in resources},
         )
 
     def _pass_seconds(self, num_tokens: int) -> float:

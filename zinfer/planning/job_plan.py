@@ -234,9 +234,7 @@ class SizedJob:
         if settings.offload.nvme_path is not None and clock.disk_spares_time(token_bytes):
             budget = replace(budget, swaps_to_disk=True)
         latency_s = batching.max_token_latency_s
-        copies = plan.is_on_devices and machine.rates.joins_devices  # as each rank likes
-        num_gathering = 1 if copies else case.mesh.zero
-        estimator = JobEstimator(budget, window, token_bytes, clock.pass_time, latency_s, num_gathering)
+        estimator = JobEstimator(budget, window, token_bytes, clock.pass_time, latency_s, clock.num_gathering)
         return cls(case, batching, budget, plan, estimator)
 
     @property

@@ -11,7 +11,7 @@ from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError
 from zinfer.planning.data_sheets import DATA_SHEETS, LINK_BYTES_PER_S, DataSheet, find_data_sheet
 from zinfer.probe.limits import MachineLimits, find_limits, free_device_bytes, usual_host_bytes
-from zinfer.probe.rates import Rates
+from zinfer.probe.rates import EXCHANGES, Rates
 from zinfer.ranks.mesh import Mesh
 from zinfer.units import human_bytes
 
@@ -134,15 +134,11 @@ _MEASURED: Final[dict[str, dict[str, Any]]] = {
         "host_bytes_per_s": 56.4e9,
         "device_bytes_per_s": 4.1e12,
         "flops_per_s": 790e12,
-        "gather_bytes_per_s": 400e9,
-        "all_reduce_bytes_per_s": 286e9,
-        "links_together": ((2, 110.9e9), (4, 183e9)),
+        **EXCHANGES["NVIDIA H200"],
     }
 }
 """Rates that were measured, in place of a data sheet's: copies from pinned memory, direct reads by 8 threads, host
-copies by 16, a copy within the device, a bf16 product of 8192 x 8192 matrices; between H200s joined by NVLink gathers
-of four (350 to 437 GB/s), an all-reduce of 128 MiB of two, and the links of two and four at once. Nothing is assumed
-of exchanges among other cards."""
+copies by 16, a copy within the device, a bf16 product of 8192 x 8192 matrices."""
 
 PRESETS: Final = {name: _of_sheet(each) for name, each in DATA_SHEETS.items()}
 """Machines by name; their figures are those of `zinfer.planning.data_sheets`, or were measured."""

@@ -6,9 +6,8 @@ Each term is the work of one resource divided by its rate. Resources overlap, so
 Only attention does not overlap with the products around it: reading the KV cache counts for both terms. Streaming
 continues from one pass into the next, so the pipeline fills only once, in the first pass. Each of several ranks copies
 its range of what streams over its own link, and gathers the slabs that are divided; the disk and the host's memory they
-share. Sums over tensor ranks do not overlap with products. Not modelled: kernel launches, the latency of exchanges
-among ranks, what gathers take from products, and waits for a free slot while a lane has work (with one block much
-larger than the others, or with homes on disk and host).
+share. Sums over tensor ranks overlap with no products. Not modelled: kernel launches, the latency of sums, and waits
+for a free slot while a lane has work (with one block much larger than the others, or with homes on disk and host).
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,6 +37,10 @@ _ATTENTION_SHARE: Final = 0.22
 # Copies over the link slow products down as if each byte were moved this often on the device: 14 to 20 ms per pass for
 # 15 to 20 GB on an H200.
 _LINK_TOUCHES: Final = 4
+# Likewise for copies from other ranks' devices: 7 ms for 12.3 GB beside fp16 products of two H200.
+_GATHER_TOUCHES: Final = 2
+# Until ranks that take turns have begun to gather a block and after: 1.9 ms of two H200, between gathers of 1.7 ms.
+_TURN_S: Final = 2e-3
 # Cost of transformers' modules on an H200 in passes of 16,384 tokens, as bytes and touches at a copy's rate. A 16-bit
 # value is widened, squared, averaged, scaled, narrowed and weighted: seven kernels that move 36 bytes.
 _RMS_NORM_BYTES: Final = 53
@@ -216,12 +219,26 @@ class PassClock:
         divided = [
             each for each, home in zip(work, plan.homes, strict=True) if home.tier is not Tier.DEVICE or home.shared
         ]
-        self._gathered_bytes = sum(each.num_uses * each.block.nbytes for each in divided) if plan.num_ranks > 1 else 0
+        if plan.num_ranks == 1:
+            divided = []
+        # Of slabs that a gather makes whole, this share comes from other ranks.
+        self._pulled_share = (plan.num_ranks - 1) / plan.num_ranks
+        self._pulled_bytes = self._pulled_share * sum(each.num_uses * each.block.nbytes for each in divided)
+        self._copies = plan.is_on_devices and rates.joins_devices
+        self._turns_s = 0.0 if self._copies else _TURN_S * sum(each.num_uses for each in divided)
         # Pageable slabs are copied through pinned staging; on a CPU, without pinned memory, directly.
         whole = [_moved_bytes(each, home, stages=plan.pinned_bytes > 0) for each, home in streamed]
         moved = [(disk, host, link // plan.num_ranks) for disk, host, link in whole]
         # Indexed by the number of blocks cached on the device.
         self._moved_bytes = list(accumulate(reversed(moved), _add, initial=(0, 0, 0)))[::-1]
+
+    @property
+    def num_gathering(self) -> int:
+        """Ranks that make each pass together; 1 if each copies what the others have as it likes.
+
+        What a rank of several caches in lent memory it would not gather for the others.
+        """
+        return 1 if self._copies else self._num_ranks
 
     def pass_time(
         self,
@@ -246,11 +263,12 @@ class PassClock:
             hosted_bytes: KV-cache bytes copied from host memory; write-backs use the link's other direction.
         """
         rates = self._rates
-        # What one rank caches in lent memory it would not gather for the others.
-        num_staying = lent_bytes // self._slot_bytes if self._slot_bytes and self._num_ranks == 1 else 0
+        num_staying = 0 if self.num_gathering > 1 or not self._slot_bytes else lent_bytes // self._slot_bytes
+        pulled_bytes = max(self._pulled_bytes - num_staying * self._slot_bytes, 0)
+        gathered_bytes = pulled_bytes / self._pulled_share if pulled_bytes else 0
         disk_bytes, pageable_bytes, link_bytes = self._moved_bytes[min(num_staying, len(self._moved_bytes) - 1)]
         flops = _FLOPS_PER_PARAMETER * (self._layer_params * num_tokens + self._other_params * num_rows)
-        moved_bytes = _LINK_TOUCHES * link_bytes + num_tokens * self._between_bytes
+        moved_bytes = _LINK_TOUCHES * link_bytes + _GATHER_TOUCHES * pulled_bytes + num_tokens * self._between_bytes
         if num_tokens > MOST_FUSED_TOKENS:
             moved_bytes += num_parts * self._layers_dequantized_bytes
         if num_rows > MOST_FUSED_TOKENS:
@@ -265,7 +283,7 @@ class PassClock:
             device_s=(self._nbytes + cache_bytes) / rates.device_bytes_per_s,
             cache_s=cache_bytes / rates.device_bytes_per_s,
             between_s=moved_bytes / rates.device_bytes_per_s + attention_flops / (_ATTENTION_SHARE * rates.flops_per_s),
-            gather_s=_seconds(self._gathered_bytes, rates.gather_bytes_per_s),
+            gather_s=self._turns_s + _seconds(gathered_bytes, rates.gather_bytes_per_s),
             reduce_s=_seconds(num_tokens * self._reduced_bytes, rates.all_reduce_bytes_per_s),
         )
 
@@ -295,7 +313,7 @@ class PassClock:
         return 2 * token_bytes / self._rates.disk_bytes_per_s < flops / self._rates.flops_per_s
 
 
-def _seconds(nbytes: int, bytes_per_s: float | None) -> float:
+def _seconds(nbytes: float, bytes_per_s: float | None) -> float:
     """Return the seconds of an exchange among ranks; 0 if its rate is not known."""
     return nbytes / bytes_per_s if bytes_per_s else 0.0
 

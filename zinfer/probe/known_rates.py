@@ -3,10 +3,10 @@ measurement once per process, kept only in memory."""
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -15,7 +15,7 @@ from zinfer.probe.card import read_card
 from zinfer.probe.disk import checked_file, disk_number, quick_read
 from zinfer.probe.findings import recall
 from zinfer.probe.measure import measure_copy, measure_device
-from zinfer.probe.rates import Rates
+from zinfer.probe.rates import EXCHANGES, Rates
 from zinfer.probe.sizes import quick_sizes
 
 _HURRIED: Final = "in a hurry; zinfer probe measures better"
@@ -80,8 +80,21 @@ def _hurried_device(device: torch.device) -> Rates:
         if found.link.kind != "host copies":
             host = measure_copy(sizes.host_bytes, repeats=sizes.repeats)
         origin = f"measured {_HURRIED}"
-        _hurried_devices[device] = found.rates(host_bytes_per_s=host, disk_bytes_per_s=0.0, origin=origin)
+        rates = found.rates(host_bytes_per_s=host, disk_bytes_per_s=0.0, origin=origin)
+        _hurried_devices[device] = replace(rates, **_exchanges(device))
     return _hurried_devices[device]
+
+
+def _exchanges(device: torch.device) -> Mapping[str, Any]:
+    """Return what ranks exchange on cards like this one, if all of its host map each other's memory; else nothing.
+
+    Measuring it takes a process for each card.
+    """
+    if device.type != "cuda":
+        return {}
+    others = [other for other in range(torch.cuda.device_count()) if other != device.index]
+    joined = bool(others) and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+    return EXCHANGES.get(torch.cuda.get_device_name(device), {}) if joined else {}
 
 
 def _hurried_disk(device: torch.device, number: int, files: Sequence[Path]) -> float:

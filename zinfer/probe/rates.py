@@ -1,6 +1,18 @@
 """Rates of a machine, used by predictions and for shares of a ceiling."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Final
+
+EXCHANGES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "NVIDIA H200": {
+        "gather_bytes_per_s": 400e9,
+        "all_reduce_bytes_per_s": 286e9,
+        "links_together": ((2, 110.9e9), (4, 183e9)),
+    }
+}
+"""By card, between those of a host that NVLink joins: gathers of four (350 to 437 GB/s), an all-reduce of 128 MiB of
+two, and the links of two and four at once, as measured. Nothing is assumed of exchanges among other cards."""
 
 
 @dataclass(frozen=True)
