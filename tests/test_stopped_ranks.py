@@ -33,7 +33,7 @@ if "RANK" in os.environ:
     notes = Path(os.environ["TEST_NOTES"])
     waits = os.environ["TEST_WHERE"] == "waits"
     compute, share, hand_out, next_message = PeerWorker._compute, Peers.share, Peers._hand_out, PeerWorker._next
-    has_computed = []
+    has_computed, has_shared = [], []
 
     def compute_long(self, completer, work):
         if has_computed and not waits:
@@ -55,17 +55,23 @@ if "RANK" in os.environ:
         hand_out(self, peer)
 
     def share_no_more(self, prompts, missing):
-        while has_computed and waits and self._followers[0]:
+        def must_wait():
+            if self._followers[0]:
+                return waits and has_computed
+            return not waits and has_shared and not (notes / "now").exists()
+
+        while must_wait():
             self.check()
             time.sleep(0.05)
         share(self, prompts, missing)
+        has_shared.append(True)
         if self._followers[0]:
             has_computed.append(True)
 
     PeerWorker._compute, PeerWorker._next = compute_long, next_noted
     Peers._hand_out, Peers.share = hand_out_no_more, share_no_more
 """
-"""Lets rank 1 wait for its second batch, or compute it for good, and says when it does."""
+"""Lets rank 1 wait for its second batch, or compute it for good, and says when it does; rank 0 leaves it one."""
 
 
 @pytest.fixture(scope="module")
