@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals, say
-from zinfer.errors import ConfigError
+from zinfer.cli.ending import EXIT_STOPPED, Device, conclude, exit_on_error, importing, raise_on_signals, say
+from zinfer.errors import ConfigError, SilentRankError
 from zinfer.jobs.request import Pooling
 
 _MIB = 1 << 20
@@ -165,7 +165,10 @@ def replica(
         with importing():
             from zinfer.serve.engine_process import compute
 
-        compute(str(socket), str(model), config, {"device": device, **stated})
+        def end(failure: SilentRankError) -> None:
+            conclude(f"error: {failure}", EXIT_STOPPED, silent_rank=failure.rank)
+
+        compute(str(socket), str(model), config, {"device": device, **stated}, end)
 
 
 def _stated(max_token_latency: str | None, speculate: str | None, draft_model: Path | None) -> dict[str, str]:

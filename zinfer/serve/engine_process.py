@@ -2,15 +2,22 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, Protocol, Self
 
 from zinfer.batching.async_llm import AsyncLLM
 from zinfer.batching.llm import LLM
-from zinfer.errors import CheckpointError, ConfigError, PlanError
+from zinfer.config import resolve_settings
+from zinfer.errors import CheckpointError, ConfigError, PlanError, SilentRankError
 from zinfer.jobs.request import Pooling
 from zinfer.planning.latency import LOADS, describe_latency, usual_lengths
+from zinfer.probe.limits import choose_device
 from zinfer.ranks.environment import own_rank
+from zinfer.ranks.group import join_group
+from zinfer.ranks.open_models import fail_models, failing_together
+from zinfer.ranks.rank_watch import watch_job
 from zinfer.serve.embedding_engine import EmbeddingEngine
 from zinfer.serve.engine_report import EngineReport
 from zinfer.serve.engine_requests import EngineRequests
@@ -27,23 +34,55 @@ from zinfer.serve.messages import (
 _LOAD_EVERY_S: Final = 1.0
 _ALIVE_EVERY_S: Final = 1.0
 _EXIT_ORPHANED: Final = 1
+_TOLD_S: Final = 3.0  # until requests have failed and their callers know why
 
 
-def compute(socket_path: str, model: str, config: Any, stated: Mapping[str, Any]) -> None:
+def compute(
+    socket_path: str, model: str, config: Any, stated: Mapping[str, Any], end: Callable[[SilentRankError], object]
+) -> None:
     """Load a model and compute until the server ends; ranks that follow another compute along until it ends.
 
     Args:
         stated: keys beside the configuration, as keyword arguments of `LLM`.
+        end: ends this process, from another thread, once another rank does not answer or stands still in a pass.
 
     Raises:
         ConfigError, CheckpointError, PlanError: as `LLM`.
         RuntimeError: the model's passes have ended by a failure.
+        RankError: another rank failed.
     """
-    if own_rank() > 0:
-        with LLM(model, config, **stated):
-            pass
+    with _failing_with_silent_ranks(config, stated, end):
+        if own_rank() > 0:
+            with LLM(model, config, **stated):
+                return
+        asyncio.run(run_engine(socket_path, lambda: CompletionEngine(AsyncLLM(model, config, **stated))))
+
+
+@contextmanager
+def _failing_with_silent_ranks(
+    config: Any, stated: Mapping[str, Any], end: Callable[[SilentRankError], object]
+) -> Iterator[None]:
+    """Let the model and its requests fail once a rank is silent; then ``end`` what waits for that rank for good."""
+    group = join_group(choose_device(resolve_settings(config, stated, swaps=True)).type)
+    if group is None:
+        yield
         return
-    asyncio.run(run_engine(socket_path, lambda: CompletionEngine(AsyncLLM(model, config, **stated))))
+
+    ending: list[threading.Timer] = []
+
+    def fail(failure: SilentRankError) -> None:
+        ending.append(threading.Timer(_TOLD_S, end, [failure]))
+        ending[0].start()  # first: the main thread may be done as soon as the model has failed
+        fail_models(failure)
+
+    with failing_together():
+        watch = watch_job(group, fail)
+        try:
+            yield
+        finally:
+            watch.end()
+            for each in ending:
+                each.join()
 
 
 def embed(socket_path: str, model: str, config: Any, stated: Mapping[str, Any], pooling: Pooling) -> None:
