@@ -84,7 +84,15 @@ def _run(ends: Ends, words: list[str], folder: Path, environment: dict[str, str]
     from commands import run_command
 
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    run_command(ends, words, folder, environment, limit_bytes, None)
+    run_command(ends, words, folder, environment, limit_bytes, (_customize, ()))
+
+
+def _customize() -> None:
+    """Run the `sitecustomize` that PYTHONPATH has, as a cold process does when it starts."""
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if folder and (file := Path(folder, "sitecustomize.py")).is_file():
+            exec(compile(file.read_text(), file, "exec"), {"__name__": "sitecustomize"})
+            return
 
 
 def _die_with_parent() -> None:

@@ -58,7 +58,7 @@ def test_a_rank_whose_disk_hangs_ends_the_job(job: Job, mode: str, rank: int) ->
         "TEST_RANK": str(rank),
         "TEST_OUTPUT": str(job.output),
     }
-    [(code, _, said)] = ended([start(job.words, job.folder, warm=True, variables=variables, warms_others=False)])
+    [(code, _, said)] = ended([start(job.words, job.folder, warm=True, variables=variables)])
     assert code == 1, said
     assert f"rank {rank} on {socket.gethostname()} has stood still in a pass for " in said
     assert said.count("error:") == 1

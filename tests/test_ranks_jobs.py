@@ -205,9 +205,7 @@ def test_signals_and_full_disks_end_all_ranks(folder: Path, whole: tuple[list[by
     (tmp_path / "sitecustomize.py").write_text(ENDS_LATE)  # the launcher asks the rank to end before it says why
     variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     words = [*job.words, "--ranks", "2"]
-    [(code, _, told)] = ended(
-        [start(words, folder, warm=True, limit_bytes=limit_bytes, variables=variables, warms_others=False)]
-    )
+    [(code, _, told)] = ended([start(words, folder, warm=True, limit_bytes=limit_bytes, variables=variables)])
     assert code == 1, told
     assert "zinfer: error: output ended.jsonl cannot be written: File too large" in told
     assert told.count("error:") == 1

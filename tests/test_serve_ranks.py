@@ -31,7 +31,7 @@ def test_a_rank_whose_disk_hangs_is_started_again_with_the_others(tmp_path: Path
         "TEST_OUTPUT": str(hangs),
     }
     options = ("--config", "ds.json", "--ranks", "2")
-    with serving(model, tmp_path, *options, variables=variables, warms_others=False) as server, server.http() as http:
+    with serving(model, tmp_path, *options, variables=variables) as server, server.http() as http:
         whole = http.post("/v1/completions", json=REQUEST).json()["choices"][0]["text"]
         hangs.write_text("now")
         failed = http.post("/v1/completions", json=REQUEST)
