@@ -145,6 +145,11 @@ LABELS: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {
     "gathered_over_whole": ("pass over one with whole weights", _number(3)),
     "cold_s": ("job, kernels not compiled", _number(1, " s")),
     "process_s": ("process", _number(1, " s")),
+    "pass_gb": ("streamed a pass", _number(2, " GB")),
+    "p95_over_link": ("95 % of gaps over the link's time", _number(2)),
+    "over_off": ("with guesses over without", _number(2, " x")),
+    "times_lower_p95": ("95 % of a token's time, static over served", _number(2)),
+    "throughput_over": ("tokens/s over static batches'", _number(2)),
     "bytes_per_s": ("rate", lambda value: f"{value / 1e9:.2f} GB/s"),
 }
 """Label and form of each figure, in the order of columns; figures that are not here are left out."""
