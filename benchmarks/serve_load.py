@@ -5,7 +5,8 @@
 Arrivals are a Poisson process of ``--rate`` requests a second; without it all come at once. At most ``--concurrency``
 are under way. Prompts are random words, about ``--prompt-len`` tokens, or the bodies of ``--input``, rows of OpenAI's
 batch format; answers have ``--max-tokens`` tokens (``ignore_eos``, which zinfer and vLLM know). Seconds count from the
-time at which a request was due. It needs nothing but Python; the last line is JSON.
+time at which a request was due, but ``answer_ms`` from when it was sent. It needs nothing but Python; the last line is
+JSON.
 """
 
 import argparse
@@ -202,6 +203,7 @@ def figures(answers: Sequence[Answer]) -> dict[str, Any]:
         "first_token_ms": percentiles([each.times_s[0] - each.due_s for each in done if each.times_s]),
         "between_tokens_ms": percentiles(between),
         "request_ms": percentiles([each.ended_s - each.due_s for each in done]),
+        "answer_ms": percentiles([each.ended_s - each.sent_s for each in done]),
     }
 
 
