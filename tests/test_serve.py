@@ -457,7 +457,12 @@ def test_metrics_have_vllms_names_and_count(server: Server, client: openai.OpenA
 
 
 def test_load_tells_what_each_replica_does(server: Server) -> None:
+    with server.http() as http:
+        assert http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1}).status_code == 200
     found: Any = server.load()
+    while not sum(found["replicas"][0]["engine"]["pass_tokens"]["counts"]):  # it reports each second
+        time.sleep(0.1)
+        found = server.load()
     assert found["sequences_under_way"] == 0
     (replica,) = found["replicas"]
     assert replica["is_ready"]
