@@ -72,7 +72,7 @@ def _failing_with_silent_ranks(
 
     def fail(failure: SilentRankError) -> None:
         ending.append(threading.Timer(_TOLD_S, end, [failure]))
-        ending[0].start()  # first: the main thread may be done as soon as the model has failed
+        ending[-1].start()  # first: the main thread may be done as soon as the model has failed
         fail_models(failure)
 
     with failing_together():
