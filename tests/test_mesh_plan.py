@@ -222,12 +222,13 @@ def test_experts_are_listed_for_mixtures_that_can_be_divided(outline: Outline, m
     console = Console(width=80, record=True, file=io.StringIO())
     meshes = [*meshes_of(4), *expert_meshes_of(case, 4)]
     slow = machine_with(2_000_000_000, 10**10, replace(SLOW, device_bytes_per_s=1e6))
-    console.print(mesh_table(plan_meshes(Case(mixture, slow, FROM_HOST), meshes, 1, batch_planner(REQUEST))))
+    resident = Case(mixture, slow, resolve_settings({}))
+    console.print(mesh_table(plan_meshes(resident, meshes, 1, batch_planner(REQUEST))))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
     assert any("expert" in line for line in lines)
     assert sum(line.startswith("│") for line in lines) == len(meshes) == 10, "a line each"
-    assert any("matrix work" in line for line in lines)
+    assert any("device memory" in line for line in lines)
 
 
 @pytest.mark.parametrize(("mesh", "num_layers"), [(Mesh(pipeline=2), 7), (Mesh(pipeline=4, replicas=2), 4)])

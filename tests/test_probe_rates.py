@@ -14,6 +14,7 @@ from zinfer.probe.card import read_card
 from zinfer.probe.disk import DiskFindings, DiskRate
 from zinfer.probe.findings import Findings, record
 from zinfer.probe.known_rates import known_rates
+from zinfer.probe.rates import EXCHANGES
 
 CPU = torch.device("cpu")
 
@@ -122,3 +123,23 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"{tmp_path / name}: {words}"):
             known_rates(CPU, [tmp_path / name])
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "are_joined", "is_known"),
+    [
+        ("NVIDIA H200", 2, True, True),
+        ("NVIDIA H200", 2, False, False),
+        ("NVIDIA H200", 1, True, False),
+        ("NVIDIA L4", 2, True, False),
+    ],
+)
+def test_exchanges_are_known_by_the_card_where_all_of_a_host_are_joined(
+    monkeypatch: pytest.MonkeyPatch, name: str, num_gpus: int, are_joined: bool, is_known: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one != other and are_joined)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = rates._exchanges(torch.device("cuda", 0))
+    assert found == (EXCHANGES["NVIDIA H200"] if is_known else {})
+    assert rates._exchanges(CPU) == {}
