@@ -50,6 +50,8 @@ def test_ranks_compute_the_bits_of_one_process(folders: list[Path], tmp_path: Pa
     cases = [(llama, "cpu", 4), (llama, "none", None), (gpt2, "nvme", None), (mixtral, "cpu", 8), (mixtral, "none", 4)]
     jobs: list[Job] = [(folder, config(homes, bits, device), {}) for folder, homes, bits in cases]
     jobs.append((llama, config("nvme", 4, device, nvme_path=tmp_path / "of-ranks"), {}))
+    some_bytes = sum(path.stat().st_size for path in llama.glob("*.safetensors")) * 3 // 4
+    jobs.append((llama, config("none", device=device, most_device_bytes=some_bytes), {}))
     check_equal(jobs, 2, (3, 1))
 
 

@@ -27,6 +27,7 @@ from zinfer.units import human_bytes
 
 _DEFAULT_NUM_SLOTS: Final = 2
 _MIXED_NUM_SLOTS: Final = 3  # one in use, one filling from host memory, one filling from disk
+_GATHERING_NUM_SLOTS: Final = 5  # limit for blocks that ranks have on their devices; see `_useful_slots`
 _MOST_NUM_SLOTS: Final = 8  # limit for the hints of DeepSpeed's keys
 
 
@@ -92,37 +93,54 @@ def make_plan(
     Raises:
         PlanError: a budget is too small; says for what, and how much is needed.
     """
-    choices = _slot_choices(blocks, frozenset(layers), settings)
-    for num_slots in choices:
+
+    def plan(num_slots: int) -> Plan:
+        return _Planner(tuple(blocks), frozenset(layers), limits, settings, num_slots, partition).plan()
+
+    least, most = _slot_range(blocks, frozenset(layers), settings)
+    shallow = plan(least)
+    if not _states_depth(settings):
+        most = min(most, _useful_slots(shallow))
+    for num_slots in range(most, least, -1):
         try:
-            plan = _Planner(tuple(blocks), frozenset(layers), limits, settings, num_slots, partition).plan()
-        except PlanError:
-            if num_slots == choices[-1]:
-                raise
+            deep = plan(num_slots)
+        except PlanError:  # of fewer slots there is a plan
             continue
-        if num_slots != _MIXED_NUM_SLOTS or plan.is_mixed or _states_depth(settings):
-            return plan
-    raise AssertionError("the last choice returns or raises")
+        if _states_depth(settings) or num_slots <= _useful_slots(deep):
+            return deep
+    return shallow
+
+
+def _useful_slots(plan: Plan) -> int:
+    """Return the number of slots that keeps disk and link busy.
+
+    Blocks that the ranks have on their devices pass through slots, too, to be gathered. While one block that streams is
+    gathered and used, the next one must be on its way: there has to be a slot for each block between the two.
+    """
+    gathered = sum(home.tier is Tier.DEVICE and home.shared for home in plan.homes)
+    streamed = len(plan.homes) - plan.num_blocks(Tier.DEVICE)
+    between = ceil(gathered / streamed) if streamed else 0
+    return max(_DEFAULT_NUM_SLOTS + between, _MIXED_NUM_SLOTS if plan.is_mixed else 0)
 
 
 def _states_depth(settings: Settings) -> bool:
     return settings.num_slots is not None or settings.streaming.prefetch_bucket_size is not None
 
 
-def _slot_choices(blocks: Sequence[Block], layers: frozenset[int], settings: Settings) -> list[int]:
-    """Return the numbers of slots to try: the stated one, else from the depth hinted at by DeepSpeed's keys downwards.
-    Three are used only if blocks stream from both host and disk."""
+def _slot_range(blocks: Sequence[Block], layers: frozenset[int], settings: Settings) -> tuple[int, int]:
+    """Return the fewest and the most slots to try: the stated number, else up to the depth that DeepSpeed's keys hint
+    at, else up to the most that may be of use."""
     if settings.num_slots is not None:
-        return [settings.num_slots]
+        return settings.num_slots, settings.num_slots
     hints = settings.streaming
     largest = max((blocks[index].layout.numel for index in layers), default=1)
-    num_slots = _MIXED_NUM_SLOTS
+    most = _GATHERING_NUM_SLOTS
     if hints.prefetch_bucket_size is not None:
-        num_slots = 1 + max(1, ceil(hints.prefetch_bucket_size / largest))
+        most = 1 + max(1, ceil(hints.prefetch_bucket_size / largest))
     if hints.max_live_parameters is not None:
         # DeepSpeed counts parameters here; one layer of them is one slot. At least two are needed.
-        num_slots = min(num_slots, max(_DEFAULT_NUM_SLOTS, hints.max_live_parameters // largest))
-    return list(range(min(num_slots, _MOST_NUM_SLOTS), _DEFAULT_NUM_SLOTS - 1, -1))
+        most = min(most, max(_DEFAULT_NUM_SLOTS, hints.max_live_parameters // largest))
+    return _DEFAULT_NUM_SLOTS, min(most, _MOST_NUM_SLOTS)
 
 
 @lru_cache(maxsize=8)  # a search plans one model hundreds of times

@@ -1,0 +1,65 @@
+"""Where blocks that ranks gather lie between blocks that stream, there are slots enough to keep the link busy."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from plan_support import GPU, SMALL_LLAMA, outline_of, write_config
+
+from zinfer.config import resolve_settings
+from zinfer.errors import PlanError
+from zinfer.offload.block import Tier
+from zinfer.offload.partition import Partition
+from zinfer.planning.placement import Plan, make_plan
+from zinfer.probe.limits import MachineLimits
+
+_MOST_SLOTS = 5
+
+
+class Model:
+    """A model of 48 layers, planned for ranks of which each has memory for a share of it."""
+
+    def __init__(self, folder: Path) -> None:
+        outline = outline_of(folder)
+        self._blocks, self._layers = [block.block for block in outline.blocks], outline.layers
+
+    def planned(self, size: int, share: float, **config: object) -> Plan:
+        total_bytes = sum(block.nbytes for block in self._blocks)
+        limits = MachineLimits(GPU, int(share * total_bytes), 2 * total_bytes, 2 * total_bytes)
+        try:
+            return make_plan(self._blocks, self._layers, limits, resolve_settings(config), Partition(0, size))
+        except PlanError:
+            assume(False)
+            raise
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(write_config(tmp_path_factory.mktemp("llama"), SMALL_LLAMA | {"num_hidden_layers": 48}))
+
+
+def runs(plan: Plan) -> list[int]:
+    """The numbers of blocks to gather between two layers that stream; [0] if nothing streams."""
+    layers = plan.homes[1:-2]  # behind the embedding, before the norm and the head
+    streaming = [place for place, home in enumerate(layers) if home.tier is not Tier.DEVICE]
+    return [two - one - 1 for one, two in pairwise(streaming)] or [0]
+
+
+@given(size=st.integers(2, 4), share=st.floats(0.05, 1.2))
+def test_a_streaming_block_has_a_slot_while_the_one_before_is_used(model: Model, size: int, share: float) -> None:
+    plan = model.planned(size, share)
+    if plan.streamed_bytes == 0 or plan.num_slots == 0:
+        assert plan.num_slots in (0, 2)
+    elif plan.num_slots < _MOST_SLOTS and plan.num_slots < 2 + min(runs(plan)):
+        # Another slot would take the memory of blocks that it is to be there for.
+        deeper = model.planned(size, share, zinfer={"num_slots": plan.num_slots + 1})
+        assert plan.num_slots >= 2 + min(runs(deeper))
+    assert plan.num_slots <= 2 + max(runs(plan))
+
+
+@pytest.mark.parametrize("stated", [2, 4])
+def test_a_stated_number_of_slots_is_kept(model: Model, stated: int) -> None:
+    assert model.planned(2, 0.25, zinfer={"num_slots": stated}).num_slots == stated
+    assert model.planned(2, 0.25).num_slots == 3
