@@ -93,7 +93,7 @@ class KVPages:
 
 @dataclass(frozen=True, eq=False)
 class PagedLayout:
-    """The layout of a pass's tokens: a series of segments, each of successive tokens of one sequence.
+    """The layout of a pass's tokens: a series of segments, each of successive tokens of one sequence, or of none.
 
     query_starts:    [segments + 1] int32, the start of each segment among the queries.
     context_lengths: [segments] int32, tokens of the sequence up to the segment's last one; its n queries are the last n

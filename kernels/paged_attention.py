@@ -50,7 +50,8 @@ def paged_attention_ref(query: torch.Tensor, pages: KVPages, layout: PagedLayout
     out = query.new_empty((*query.shape[:2], pages.values.shape[3]))
     starts, lengths = layout.query_starts.tolist(), layout.context_lengths.tolist()
     for row, (begin, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
-        out[begin:end] = _segment(query[begin:end], pages, layout.page_table[row], length, rule)
+        if end > begin:
+            out[begin:end] = _segment(query[begin:end], pages, layout.page_table[row], length, rule)
     return out
 
 

@@ -100,6 +100,27 @@ def test_each_kind_of_layer(kernel_device: str, case: AttentionCase) -> None:
     assert_right(paged_attention_ref(call.query, call.pages, call.layout, call.rule), call)
 
 
+@pytest.mark.usefixtures("poisoned_empty")
+def test_segments_without_tokens_change_nothing(kernel_device: str) -> None:
+    """Passes with prompts are padded with them, of any length of context."""
+    call = attention_call(SMALL[0], kernel_device)
+    layout = call.layout
+    padded = replace(
+        layout,
+        query_starts=torch.cat([layout.query_starts, layout.query_starts[-1:].expand(3)]),
+        context_lengths=torch.cat([layout.context_lengths, layout.context_lengths[-1:].expand(3)]),
+        page_table=torch.cat([layout.page_table, layout.page_table[-1:].expand(3, -1)]),
+        most_queries=4 * layout.most_queries,
+        most_context=4096,
+        num_decodes=None,
+    )
+    wanted = attended(replace(call, layout=replace(layout, num_decodes=None)))
+    assert_right(wanted, call)
+    assert torch.equal(attended(replace(call, layout=padded)), wanted)
+    reference = paged_attention_ref(call.query, call.pages, padded, call.rule)
+    assert torch.equal(reference, paged_attention_ref(call.query, call.pages, layout, call.rule))
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> AttentionCase:
     kv_heads, shared = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 5, 8, 17]))
