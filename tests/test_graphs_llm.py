@@ -1,5 +1,6 @@
 """Passes of `zinfer.LLM` that carry a token of a few texts each, replayed: equal tokens, and few forms."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from llm_support import NUM_NEW, alone, by_ids, folder, prompts
 from ragged_models import tiny_model
 
 from zinfer import LLM, SamplingParams
-from zinfer.batching.decode_bucket import DecodeBucket, find_form
+from zinfer.batching.pass_bucket import DecodeBucket, PromptBucket, find_bucket
 from zinfer.batching.ragged import BatchBuilder
 from zinfer.graphs.forward_graphs import FIRST
 from zinfer.scheduling.schedule import Chunk, Chunks
@@ -38,15 +39,15 @@ def test_tokens_are_those_alone(
         for prompt, wanted in zip(prompts[:2], alone[:2], strict=True):  # one by one
             assert llm.generate(by_ids([prompt]), GREEDY)[0].token_ids == wanted
         counts = llm.graphs
-        assert (counts.captured, counts.replayed) == (1, 2 * (NUM_NEW - 1) - 1), counts
+        assert (counts.captured, counts.replayed) == (2, 2 * NUM_NEW - 2), counts
         found = llm.generate(by_ids(prompts), GREEDY)
         assert [completion.token_ids for completion in found] == alone
-        # 13 texts are filled up to 16.
-        assert (counts.captured, counts.eager[FIRST]) == (2, 2), counts
+        # 13 texts are filled up to 16, and their prompts to more tokens than one alone.
+        assert (counts.captured, counts.eager[FIRST]) == (3, 4), counts
         lengths = [SamplingParams(max_new_tokens=1 + number % NUM_NEW) for number in range(len(prompts))]
         for completion, wanted in zip(llm.generate(by_ids(prompts), lengths), alone, strict=True):
             assert completion.token_ids == wanted[: len(completion.token_ids)]
-        assert counts.captured <= 5, "16, 8, 4, 2 and 1 rows"
+        assert counts.captured <= 7, "16, 8, 4, 2 and 1 rows, one prompt and all of them"
         assert llm.stats().passes == len(llm._batcher.pass_sizes) + 3 * NUM_NEW
 
 
@@ -75,7 +76,7 @@ def test_families(family: str, tmp_path: Path, open_llm: Callable[..., LLM], dev
         if device == "cuda" and family in COPYING:
             assert any("cannot be captured" in reason for reason in llm.graphs.eager), llm.graphs
         else:
-            assert (llm.graphs.captured, llm.graphs.replayed) == (1, 2 * (NUM_NEW - 1) - 1), llm.graphs
+            assert (llm.graphs.captured, llm.graphs.replayed) == (2, 2 * NUM_NEW - 2), llm.graphs
 
 
 @pytest.mark.sampled(2)
@@ -102,36 +103,81 @@ def text_of(number: int, length: int, pages: list[int]) -> TokenSequence:
     page_size=st.sampled_from([1, 16, 64]),
     is_prompt=st.integers(0, 100),
 )
-def test_forms_hold_their_passes(lengths: list[int], page_size: int, is_prompt: int) -> None:
+def test_buckets_hold_their_passes(lengths: list[int], page_size: int, is_prompt: int) -> None:
     texts = [text_of(number, length, list(range(-(-length // page_size)))) for number, length in enumerate(lengths)]
     chunks = [Chunk(text, length - 1, length, True) for text, length in zip(texts, lengths, strict=True)]
-    form = find_form(chunks, page_size)
-    assert (form is None) == (len(chunks) > 64)
+    bucket = find_bucket(Chunks(chunks), page_size)
+    assert (bucket is None) == (len(chunks) > 64)
     if is_prompt < len(chunks) and lengths[is_prompt] > 1:
         several = [*chunks]
         several[is_prompt] = chunks[is_prompt]._replace(begin=lengths[is_prompt] - 2)
-        assert find_form(several, page_size) is None
+        assert find_bucket(Chunks(several), page_size) is None
         several[is_prompt] = chunks[is_prompt]._replace(samples=False)
-        assert find_form(several, page_size) is None
-    if form is None:
+        assert find_bucket(Chunks(several), page_size) is None
+    if bucket is None:
         return
-    assert len(chunks) <= form.num_rows < len(chunks) + 8
-    assert find_form(chunks, page_size, form.num_rows) == form
-    assert find_form(chunks, page_size, form.num_rows - 1) is None, "of two parts"
-    assert max(lengths) <= form.num_pages * page_size < 2 * max(1024, *lengths) + page_size
-    batch = BatchBuilder(page_size, torch.device("cpu")).build(Chunks(chunks), form=form)
+    assert len(chunks) <= bucket.num_rows < len(chunks) + 8
+    assert find_bucket(Chunks(chunks), page_size, 0, bucket.num_rows) == bucket
+    assert find_bucket(Chunks(chunks), page_size, 0, bucket.num_rows - 1) is None, "of two parts"
+    assert max(lengths) <= bucket.num_pages * page_size < 2 * max(1024, *lengths) + page_size
+    batch = BatchBuilder(page_size, torch.device("cpu")).build(Chunks(chunks), bucket=bucket)
     (part,) = batch.parts
-    assert part.layout.page_table.shape == (form.num_rows, form.num_pages)
-    assert part.layout.num_decodes == form.num_rows == batch.num_tokens
-    assert part.layout.most_context == form.num_pages * page_size
-    assert batch.wanted.tolist() == list(range(form.num_rows))
-    assert part.layout.context_lengths.tolist() == lengths + lengths[-1:] * (form.num_rows - len(lengths))
+    assert part.layout.page_table.shape == (bucket.num_rows, bucket.num_pages)
+    assert part.layout.num_decodes == bucket.num_rows == batch.num_tokens
+    assert part.layout.most_context == bucket.num_pages * page_size
+    assert batch.wanted.tolist() == list(range(bucket.num_rows))
+    assert part.layout.context_lengths.tolist() == lengths + lengths[-1:] * (bucket.num_rows - len(lengths))
     plain = BatchBuilder(page_size, torch.device("cpu")).build(Chunks(chunks))
     assert torch.equal(part.places[: len(chunks)], plain.parts[0].places)
     assert set(part.places[len(chunks) :].tolist()) <= {int(plain.parts[0].places[-1])}
 
 
-def test_forms_are_few() -> None:
+@given(
+    texts=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=20),
+    page_size=st.sampled_from([1, 16, 64]),
+    most_tokens=st.sampled_from([0, 100, 2000]),
+)
+def test_buckets_hold_passes_with_prompts(texts: list[tuple[int, int]], page_size: int, most_tokens: int) -> None:
+    lengths = [max(each) for each in texts]
+    begins = itertools.accumulate((-(-length // page_size) for length in lengths), initial=0)
+    pages = [list(range(one, two)) for one, two in itertools.pairwise(begins)]
+    several = [text_of(number, length, held) for number, (length, held) in enumerate(zip(lengths, pages, strict=True))]
+    chunks = [
+        Chunk(text, length - min(each), length, min(each) % 2 == 0)
+        for text, length, each in zip(several, lengths, texts, strict=True)
+    ]
+    if all(chunk.samples and chunk.end - chunk.begin == 1 for chunk in chunks):
+        return
+    num_tokens = sum(chunk.end - chunk.begin for chunk in chunks)
+    bucket = find_bucket(Chunks(chunks), page_size, most_tokens)
+    if bucket is None:
+        # Few tokens of many chunks would be repeated too often, one by one.
+        assert num_tokens > min(most_tokens, 1024) // 2 or max(lengths) < 16
+        return
+    assert isinstance(bucket, PromptBucket)
+    assert num_tokens <= bucket.num_tokens <= min(max(2 * num_tokens, 64), most_tokens)
+    builder = BatchBuilder(page_size, torch.device("cpu"))
+    batch, plain = builder.build(Chunks(chunks), bucket=bucket), builder.build(Chunks(chunks))
+    (part,), (own,) = batch.parts, plain.parts
+    assert batch.num_tokens == part.layout.most_queries == bucket.num_tokens
+    assert part.layout.num_decodes is None
+    known, found = (
+        list(zip(each.input_ids[0].tolist(), each.position_ids[0].tolist(), each.parts[0].places.tolist(), strict=True))
+        for each in (plain, batch)
+    )
+    assert found[:num_tokens] == known
+    assert set(found) == set(known), "others are repeated"
+    assert batch.wanted[: len(plain.wanted)].equal(plain.wanted)
+    layout, count = part.layout, len(chunks)
+    assert len(batch.wanted) == len(layout.context_lengths) == bucket.num_segments
+    assert layout.query_starts[: count + 1].equal(own.layout.query_starts)
+    assert layout.context_lengths[:count].equal(own.layout.context_lengths)
+    sizes = layout.query_starts.diff()
+    assert int(sizes.sum()) == bucket.num_tokens
+    assert layout.page_table.shape == (bucket.num_segments, bucket.num_pages)
+
+
+def test_buckets_are_few() -> None:
     text = text_of(0, 9, [0])
-    forms = {find_form([Chunk(text, 8, 9, True)] * count, 64) for count in range(1, 65)}
-    assert forms == {DecodeBucket(count, 16) for count in (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}
+    buckets = {find_bucket(Chunks([Chunk(text, 8, 9, True)] * count), 64) for count in range(1, 65)}
+    assert buckets == {DecodeBucket(count, 16) for count in (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}

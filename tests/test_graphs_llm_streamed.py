@@ -102,9 +102,9 @@ def test_logits_are_those_of_resident_weights(
         assert torch.equal(one, other)
     resident, streaming = counts
     assert resident.eager == streaming.eager
-    assert resident.captured == streaming.captured == 1
-    assert resident.replayed == streaming.replayed == 2 * (NUM_NEW - 1) - 1
-    assert (resident.pieces, streaming.pieces) == (1, 6 + num_slots * 5)
+    assert resident.captured == streaming.captured == 2, "prompts and tokens"
+    assert resident.replayed == streaming.replayed == 2 * NUM_NEW - 2
+    assert (resident.pieces, streaming.pieces) == (2, 2 * (6 + num_slots * 5))
 
 
 @pytest.mark.sampled(2)
@@ -167,7 +167,7 @@ def test_families(family: str, tmp_path: Path, device: str) -> None:
         if device == "cuda" and family == "bloom":  # it copies numbers from the host in its forward
             assert any("cannot be captured" in reason for reason in llm.graphs.eager), llm.graphs
         else:
-            assert llm.graphs.replayed == 2 * (NUM_NEW - 1) - 1, llm.graphs
+            assert llm.graphs.replayed == 2 * NUM_NEW - 2, llm.graphs
 
 
 def test_a_call_that_fails_in_a_replay(
@@ -220,4 +220,5 @@ def test_by_default_where_python_would_be_slower_than_the_link(
         for _ in range(2):
             assert llm.generate(by_ids(prompts[:1]), GREEDY)[0].token_ids == alone[0]
         assert (llm.graphs.replayed > 0) == replays, llm.graphs
-        assert (llm.graphs.eager[LINK] > 0) == (most_bytes == 100 and not lends), llm.graphs
+        # The first pass streams in any case.
+        assert (llm.graphs.eager[LINK] > 1) == (most_bytes == 100 and not lends), llm.graphs

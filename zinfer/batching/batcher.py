@@ -8,7 +8,6 @@ from typing import Final
 
 import torch
 
-from zinfer.batching.decode_bucket import find_form
 from zinfer.batching.handle import Event
 from zinfer.batching.page_lender import IdlePageLender
 from zinfer.batching.pass_meter import PassMeter
@@ -242,9 +241,8 @@ class Batcher:
             pending = Pending(drawn.token_ids, dict(zip(numbers, range(len(numbers)), strict=True)))
         # The watch uses module hooks, which a replayed pass does not call.
         may_replay = self._runner.replays and not self._watch.is_on
-        most = self._budget.most_part_tokens
-        form = find_form(scheduled.chunks, self._cache.page_size, most) if may_replay else None
-        batch = self._builder.build(scheduled.chunks, pending, form)
+        bucket = self._runner.bucket_of(scheduled.chunks, self._budget.most_part_tokens) if may_replay else None
+        batch = self._builder.build(scheduled.chunks, pending, bucket)
         self.pass_sizes.append(scheduled.size)
         self.num_tokens += self.pass_sizes[-1].num_tokens
         if scheduled.chunks.extra_logits and not scheduled.has_guesses:
@@ -253,7 +251,7 @@ class Batcher:
             self._runner.run_in_pieces(batch, max(most, 1), scorer.take)
             return scorer.sampled, scorer
         logits = self._runner.run(batch)
-        return logits if form is None else logits[: len(scheduled.chunks)], None
+        return logits if bucket is None else logits[: sum(scheduled.chunks.samples)], None
 
     def _draw(self, scheduled: Pass, computed: tuple[torch.Tensor, PromptScorer | None] | None) -> Drawing:
         """Draw the next tokens of the sequences that have not ended since the pass was scheduled.

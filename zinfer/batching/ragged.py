@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from zinfer.batching.decode_bucket import DecodeBucket
+from zinfer.batching.pass_bucket import PassBucket
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.nvme.aligned import align_up
 from zinfer.sampling.async_copy import send_pinned
@@ -41,14 +41,14 @@ class RaggedBatch:
     input_ids, position_ids: [1, tokens] int64.
     wanted: [logits] int64, indices of the tokens that get logits, in order: the last `Chunks.num_logits` of each chunk.
     parts: the tokens split into parts that are computed in order; later ones may attend to earlier ones.
-    form: the bucket that the batch was padded to, if any.
+    bucket: the size that the batch was padded to, if any.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     wanted: torch.Tensor
     parts: tuple[Part, ...]
-    form: DecodeBucket | None = None
+    bucket: PassBucket | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -88,32 +88,35 @@ class BatchBuilder:
         self._most_part_tokens = most_part_tokens
         self._tables = _PageTables()
 
-    def build(self, chunks: Chunks, pending: Pending | None = None, form: DecodeBucket | None = None) -> RaggedBatch:
+    def build(self, chunks: Chunks, pending: Pending | None = None, bucket: PassBucket | None = None) -> RaggedBatch:
         """Make the batch of these chunks, in order.
 
         Args:
             pending: holds the sequences' last tokens that are `PENDING`.
-            form: the bucket of these chunks to pad the batch to; None: no padding.
+            bucket: of these chunks, to pad the batch to; None: no padding.
         """
-        chunks = form.fill(chunks) if form else chunks
+        chunks = bucket.fill(chunks) if bucket else chunks
         begins = np.array(chunks.begins, dtype=np.int64)
         sizes = np.array(chunks.ends, dtype=np.int64) - begins
         ends = sizes.cumsum()
-        fewest_pages = form.num_pages if form else 0
+        fewest_pages = bucket.num_pages if bucket else 0
         table = self._tables.of(chunks.sequences, fewest_pages)
         if self._stride > 1:
             table = table * self._stride
         positions = np.arange(ends[-1]) + np.repeat(begins - (ends - sizes), sizes)
         places = self._places(table, sizes, positions)
-        cuts = list(self._cuts(begins, sizes, ends))
+        wanted = _wanted(chunks, ends)
+        if bucket is None:
+            cuts = list(self._cuts(begins, sizes, ends))
+        else:
+            cuts = [_Cut.filling(bucket, begins + sizes, ends)]
+            table, wanted = _grown(table, bucket.num_segments), _grown(wanted, bucket.num_segments)
         shapes = [table[cut.rows, : max(self._num_pages(cut.contexts), fewest_pages)] for cut in cuts]
         layouts = [part for cut, pages in zip(cuts, shapes, strict=True) for part in (cut.starts, cut.contexts, pages)]
         token_ids, sources = _token_ids(chunks, {} if pending is None else pending.places)
         unknown = np.flatnonzero(token_ids == PENDING)
-        packed = _Packed(
-            [token_ids, positions, _wanted(chunks, ends), places, unknown, sources, *layouts], self._device
-        )
-        ids, at, wanted, where, targets, origins, *rest = packed.tensors
+        packed = _Packed([token_ids, positions, wanted, places, unknown, sources, *layouts], self._device)
+        ids, at, wanted_at, where, targets, origins, *rest = packed.tensors
         ids = ids.long()
         if pending is not None and len(unknown):
             # A sequence with broken logits has no token (-1); its results are dropped later.
@@ -123,7 +126,7 @@ class BatchBuilder:
             most_context = max(cut.most_context, fewest_pages * self._page_size)
             layout = PagedLayout(starts, contexts, pages, cut.most_queries, most_context, cut.num_decodes)
             parts.append(Part(cut.tokens, where[cut.tokens].long(), layout))
-        return RaggedBatch(ids[None], at.long()[None], wanted.long(), tuple(parts), form)
+        return RaggedBatch(ids[None], at.long()[None], wanted_at.long(), tuple(parts), bucket)
 
     def _places(self, table: Ints, sizes: Ints, positions: Ints) -> Ints:
         """Return each token's place among all pages; one division and a flat table are faster."""
@@ -148,16 +151,26 @@ class BatchBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """A part's slice of tokens, its chunks (rows), where each starts in it, and their context lengths at its end."""
+    """A part's slice of tokens, its chunks (rows), where each starts in it, and their context lengths at its end.
+
+    bucket: that the chunks have been padded to, if any.
+    """
 
     tokens: slice
     rows: slice
     starts: Ints
     contexts: Ints
+    bucket: PassBucket | None = None
+
+    @classmethod
+    def filling(cls, bucket: PassBucket, contexts: Ints, ends: Ints) -> "_Cut":
+        """Return the only part of padded chunks that end at ``ends``."""
+        starts = _grown(np.concatenate([[0], ends]), bucket.num_segments + 1)
+        return cls(slice(0, int(ends[-1])), slice(None), starts, _grown(contexts, bucket.num_segments), bucket)
 
     @property
     def most_queries(self) -> int:
-        return int(np.diff(self.starts).max())
+        return self.bucket.most_queries if self.bucket else int(np.diff(self.starts).max())
 
     @property
     def most_context(self) -> int:
@@ -166,6 +179,8 @@ class _Cut:
     @property
     def num_decodes(self) -> int | None:
         """The number of one-token segments, if all of them are at the front."""
+        if self.bucket is not None:
+            return self.bucket.num_decodes
         single = np.diff(self.starts) == 1
         count = int(single.sum())
         return count if bool(single[:count].all()) else None
@@ -228,6 +243,12 @@ class _Packed:
         self.tensors = [
             piece.view(each.shape) if each.ndim > 1 else piece for piece, each in zip(pieces, arrays, strict=True)
         ]
+
+
+def _grown(values: Ints, count: int) -> Ints:
+    """Return ``count`` rows: the last one again and again behind the others, or zeros."""
+    last = values[-1:] if len(values) else np.zeros((1, *values.shape[1:]), values.dtype)
+    return np.concatenate([values, np.repeat(last, count - len(values), axis=0)])
 
 
 def _wanted(chunks: Chunks, ends: Ints) -> Ints:

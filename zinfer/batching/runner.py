@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -10,6 +10,7 @@ from zinfer.batching.adapters import patch_attention
 from zinfer.batching.attention import MASKED_NAME, NAME, PagedAttention, attending
 from zinfer.batching.head_pieces import HeadPieces, Take
 from zinfer.batching.parts import PartedLayers
+from zinfer.batching.pass_bucket import PassBucket, find_bucket
 from zinfer.batching.ragged import Part, RaggedBatch
 from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import ForwardGraphs
@@ -23,6 +24,11 @@ from zinfer.model.module_patches import ModulePatches
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.pass_sizes import logit_rows
+from zinfer.scheduling.schedule import Chunks
+
+_LAUNCHED_PRODUCTS: Final = 300_000_000_000
+"""Tokens times a layer's parameters that take a millisecond at 600 TFLOP/s, about as long as Python takes to launch a
+layer of a pass with prompts."""
 
 
 def open_pages(model: StreamedModel, spec: ModelSpec, budget: BatchingBudget) -> PageCache:
@@ -56,13 +62,24 @@ def with_few_counts(batch: RaggedBatch) -> RaggedBatch:
     return replace(batch, wanted=torch.cat([batch.wanted, batch.wanted[-1:].expand(num_more)]))
 
 
+def _most_prompt_tokens(model: StreamedModel) -> int:
+    """Return the most tokens of a pass with prompts that Python takes longer to launch than the device to compute.
+
+    0 for ranks that divide layers: sums of many tokens meet at barriers, which were never tried in a graph.
+    """
+    if model.ranks is not None and model.ranks.mesh.num_dividing > 1:
+        return 0
+    largest = max((each.block.layout.numel for each in model.estimator.blocks if each.is_layer), default=1)
+    return _LAUNCHED_PRODUCTS // largest
+
+
 class PassRunner:
     """Runs passes with the attention of a model's modules over a paged cache, until `close`.
 
     Args:
         model: of a family that attends through transformers' interface, or has an adapter in `adapters`.
         cache: has as many layers as the module.
-        graphs: replay the batches that have a `DecodeBucket`; None: every pass is launched by Python.
+        graphs: replay the batches that have a `PassBucket`; None: every pass is launched by Python.
 
     Attributes:
         num_passes: passes run so far.
@@ -82,11 +99,16 @@ class PassRunner:
             model.stages.shares_logits = False  # the last stage draws, and sends tokens
         self._takes_positions = "position_ids" in inspect.signature(type(model.module).forward).parameters
         self._graphs = graphs
+        self._page_size, self._most_prompt_tokens = cache.page_size, _most_prompt_tokens(model)
 
     @property
     def replays(self) -> bool:
-        """Whether passes with a `DecodeBucket` are replayed."""
+        """Whether passes with a `PassBucket` are replayed."""
         return self._graphs is not None
+
+    def bucket_of(self, chunks: Chunks, most_part_tokens: int | None) -> PassBucket | None:
+        """Return the bucket of a pass, if it may be replayed; arguments as for `find_bucket`."""
+        return find_bucket(chunks, self._page_size, self._most_prompt_tokens, most_part_tokens)
 
     def run(self, batch: RaggedBatch) -> torch.Tensor:
         """Run a pass; returns the logits at ``batch.wanted``: [samples, vocabulary], in the model's dtype.
@@ -94,13 +116,15 @@ class PassRunner:
         Call `PageCache.expect` with the batch's chunks before.
         """
         self.num_passes += 1
-        if batch.form is None or self._graphs is None:
+        if batch.bucket is None or self._graphs is None:
             padded = with_few_counts(batch) if self.model.device.type == "cuda" else batch
             return self._call(lambda: self._forward(padded))[: len(batch.wanted)]
         (part,), graphs = batch.parts, self._graphs
-        starts, contexts, pages = part.layout.query_starts, part.layout.context_lengths, part.layout.page_table
-        numbers = batch.input_ids, batch.position_ids, batch.wanted, part.places, starts, contexts, pages
-        return self._call(lambda: graphs.call(self._single, *numbers, part.layout.most_context))
+        layout = part.layout
+        tokens = batch.input_ids, batch.position_ids, batch.wanted, part.places
+        tensors = *tokens, layout.query_starts, layout.context_lengths, layout.page_table
+        numbers = layout.most_queries, layout.most_context, layout.num_decodes
+        return self._call(lambda: graphs.call(self._single, *tensors, *numbers))
 
     def run_in_pieces(self, batch: RaggedBatch, most: int, take: Take) -> None:
         """Run a pass whose logits may not fit the memory at once; arguments as for `HeadPieces.run`.
@@ -147,9 +171,11 @@ class PassRunner:
         starts: torch.Tensor,
         contexts: torch.Tensor,
         pages: torch.Tensor,
+        most_queries: int,
         most_context: int,
+        num_decodes: int | None,
     ) -> torch.Tensor:
-        """Run a pass with one token per sequence; such passes differ only in these arguments, so graphs can replay."""
-        rows = contexts.shape[0]
-        part = Part(slice(0, rows), places, PagedLayout(starts, contexts, pages, 1, most_context, rows))
+        """Run a pass of a single part; such passes differ only in these arguments, so graphs can replay."""
+        layout = PagedLayout(starts, contexts, pages, most_queries, most_context, num_decodes)
+        part = Part(slice(0, input_ids.shape[1]), places, layout)
         return self._forward(RaggedBatch(input_ids, position_ids, wanted, (part,)))

@@ -235,8 +235,8 @@ class Settings:
     cuda_graph: bool | None = setting(
         "enable_cuda_graph",
         flag,
-        "replay forwards as CUDA graphs, in pieces if weights stream; default: zinfer.LLM's passes of few sequences, "
-        "if little streams",
+        "replay forwards as CUDA graphs, in pieces if weights stream; default: zinfer.LLM's passes of few sequences "
+        "and tokens, if little streams",
     )
     optimize: Literal["accuracy", "speed"] = setting(
         "zinfer.optimize",

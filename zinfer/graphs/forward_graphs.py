@@ -19,7 +19,7 @@ from zinfer.graphs.masks import spared
 from zinfer.graphs.no_sync import NoSyncMode
 from zinfer.graphs.splits import GraphSplits
 
-_MOST_GRAPHS: Final = 32
+_MOST_GRAPHS: Final = 64  # an `LLM` has some 30 forms
 _MOST_PIECES: Final = 512
 """In total, unless one form alone has more: the driver keeps some device memory for each."""
 _MOST_FORMS: Final = 1024  # remembered; the oldest is forgotten first

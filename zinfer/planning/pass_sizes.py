@@ -24,8 +24,11 @@ _MAX_SEQUENCES: Final = 1024
 _MOST_SAMPLING_SHARE: Final = 1 / 32  # of free memory, for sampling
 PIECE_PARTS: Final = 4
 """Parts of the sampler in a piece of the head's output, where a prompt's tokens are scored."""
-# Graphs keep their logits: those of 1 to 64 rows (`zinfer.batching.decode_bucket`), at two lengths of context.
-_GRAPH_ROWS: Final = 600
+MOST_REPLAYED_TOKENS: Final = 1024
+"""Of a pass that a graph replays."""
+# Graphs keep their logits: those of 1 to 64 rows (`zinfer.batching.pass_bucket`), at two lengths of context, and of
+# passes with prompts of five sizes.
+_GRAPH_ROWS: Final = 1000
 _FEW_LOGIT_ROWS: Final = 64
 _RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
 
@@ -90,7 +93,7 @@ def find_pass_sizes(
         part = min(part_logits, num_tokens * spec.vocab) * (BYTES_A_LOGIT + 2 * PIECE_PARTS * dtype.itemsize)
         return 2 * num_rows * spec.vocab * dtype.itemsize + part
 
-    kept_bytes = _GRAPH_ROWS * spec.vocab * dtype.itemsize if replays else 0
+    kept_bytes = _GRAPH_ROWS * spec.vocab * dtype.itemsize + layer_bytes(1, MOST_REPLAYED_TOKENS) if replays else 0
     fitting = (count for count in _PART_TOKENS if layer_bytes(1, count) <= most_part_bytes)
     part_tokens = next(fitting, _PART_TOKENS[-1])
     while True:
