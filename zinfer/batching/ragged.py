@@ -39,7 +39,8 @@ class RaggedBatch:
     """The tokens of a pass.
 
     input_ids, position_ids: [1, tokens] int64.
-    wanted: [logits] int64, indices of the tokens that get logits, in order: the last `Chunks.num_logits` of each chunk.
+    wanted: [logits] int64, indices of the tokens that get logits, in order: the last `Chunks.num_logits` of each chunk;
+        with a bucket the last one again, or the first token, up to its segments.
     parts: the tokens split into parts that are computed in order; later ones may attend to earlier ones.
     bucket: the size that the batch was padded to, if any.
     """
