@@ -144,10 +144,10 @@ class JobEstimator:
         """
         if not sizes:
             raise ConfigError("no pass was computed yet, so none can be predicted")
-        times = [self.time_of(size) for size in sizes]
-        seconds = sum(each.seconds for each in times)
-        names = [each.bottleneck for each in times]
-        resources = max((each.terms for each in times), key=len)  # a pass whose layers all stay gathers nothing
+        terms = [self.time_of(size).terms for size in sizes]
+        slowest = [max(each, key=each.__getitem__) for each in terms]
+        seconds = sum(each[name] for each, name in zip(terms, slowest, strict=True))
+        resources = max(terms, key=len)  # a pass whose layers all stay gathers nothing
         own = sizes if own is None else own
         num_tokens, num_new = sum(size.num_tokens for size in own), sum(size.num_samples for size in own)
         return JobPrediction(
@@ -155,9 +155,9 @@ class JobEstimator:
             num_passes=len(sizes),
             tokens_per_pass=num_tokens / len(sizes),
             tokens_per_s=num_new / seconds,
-            bottleneck=max(set(names), key=names.count),
+            bottleneck=max(set(slowest), key=slowest.count),
             most_together=max(size.num_samples for size in own),
-            busy_s={name: sum(each.terms.get(name, 0.0) for each in times) for name in resources},
+            busy_s={name: sum(each.get(name, 0.0) for each in terms) for name in resources},
         )
 
     def _pass_seconds(self, num_tokens: int) -> float:
