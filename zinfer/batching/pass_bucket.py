@@ -11,7 +11,7 @@ _MOST_ROWS: Final = 64
 """Passes of more rows compute for longer than Python takes to launch them."""
 _ROWS_STEP: Final = 8
 _FEWEST_TOKENS: Final = 1024  # of a context
-_FEWEST_PROMPT_TOKENS: Final = 4096  # likewise beside prompts, whose passes have many sizes already
+_FEWEST_PROMPT_TOKENS: Final = 4096  # of one beside prompts: such passes have many sizes already
 _SEGMENTS: Final = (16, 64)
 _TOKENS: Final = (64, 128, 256, 512, MOST_REPLAYED_TOKENS)
 
