@@ -7,8 +7,7 @@ from typing import ClassVar, Final, TypeAlias
 from zinfer.planning.pass_sizes import MOST_REPLAYED_TOKENS, round_up
 from zinfer.scheduling.schedule import Chunk, Chunks
 
-_MOST_ROWS: Final = 64
-"""Passes of more rows compute for longer than Python takes to launch them."""
+_MOST_ROWS: Final = 64  # each graph keeps the logits of its rows
 _ROWS_STEP: Final = 8
 _FEWEST_TOKENS: Final = 1024  # of a context
 _FEWEST_PROMPT_TOKENS: Final = 4096  # of one beside prompts: such passes have many sizes already
