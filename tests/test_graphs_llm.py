@@ -14,7 +14,7 @@ from llm_support import NUM_NEW, alone, by_ids, folder, prompts
 from ragged_models import tiny_model
 
 from zinfer import LLM, SamplingParams
-from zinfer.batching.pass_bucket import DecodeBucket, PromptBucket, find_bucket
+from zinfer.batching.pass_bucket import PassBucket, find_bucket
 from zinfer.batching.ragged import BatchBuilder
 from zinfer.graphs.forward_graphs import FIRST
 from zinfer.scheduling.schedule import Chunk, Chunks
@@ -116,17 +116,17 @@ def test_buckets_hold_their_passes(lengths: list[int], page_size: int, is_prompt
         assert find_bucket(Chunks(several), page_size) is None
     if bucket is None:
         return
-    assert len(chunks) <= bucket.num_rows < len(chunks) + 8
-    assert find_bucket(Chunks(chunks), page_size, 0, bucket.num_rows) == bucket
-    assert find_bucket(Chunks(chunks), page_size, 0, bucket.num_rows - 1) is None, "of two parts"
+    assert len(chunks) <= bucket.num_segments < len(chunks) + 8
+    assert find_bucket(Chunks(chunks), page_size, 0, bucket.num_segments) == bucket
+    assert find_bucket(Chunks(chunks), page_size, 0, bucket.num_segments - 1) is None, "of two parts"
     assert max(lengths) <= bucket.num_pages * page_size < 2 * max(1024, *lengths) + page_size
     batch = BatchBuilder(page_size, torch.device("cpu")).build(Chunks(chunks), bucket=bucket)
     (part,) = batch.parts
-    assert part.layout.page_table.shape == (bucket.num_rows, bucket.num_pages)
-    assert part.layout.num_decodes == bucket.num_rows == batch.num_tokens
+    assert part.layout.page_table.shape == (bucket.num_segments, bucket.num_pages)
+    assert part.layout.num_decodes == bucket.num_segments == batch.num_tokens
     assert part.layout.most_context == bucket.num_pages * page_size
-    assert batch.wanted.tolist() == list(range(bucket.num_rows))
-    assert part.layout.context_lengths.tolist() == lengths + lengths[-1:] * (bucket.num_rows - len(lengths))
+    assert batch.wanted.tolist() == list(range(bucket.num_segments))
+    assert part.layout.context_lengths.tolist() == lengths + lengths[-1:] * (bucket.num_segments - len(lengths))
     plain = BatchBuilder(page_size, torch.device("cpu")).build(Chunks(chunks))
     assert torch.equal(part.places[: len(chunks)], plain.parts[0].places)
     assert set(part.places[len(chunks) :].tolist()) <= {int(plain.parts[0].places[-1])}
@@ -154,7 +154,6 @@ def test_buckets_hold_passes_with_prompts(texts: list[tuple[int, int]], page_siz
         # Few tokens of many chunks would be repeated too often, one by one.
         assert num_tokens > min(most_tokens, 1024) // 2 or max(lengths) < 16
         return
-    assert isinstance(bucket, PromptBucket)
     assert num_tokens <= bucket.num_tokens <= min(max(2 * num_tokens, 64), most_tokens)
     builder = BatchBuilder(page_size, torch.device("cpu"))
     batch, plain = builder.build(Chunks(chunks), bucket=bucket), builder.build(Chunks(chunks))
@@ -180,4 +179,4 @@ def test_buckets_hold_passes_with_prompts(texts: list[tuple[int, int]], page_siz
 def test_buckets_are_few() -> None:
     text = text_of(0, 9, [0])
     buckets = {find_bucket(Chunks([Chunk(text, 8, 9, True)] * count), 64) for count in range(1, 65)}
-    assert buckets == {DecodeBucket(count, 16) for count in (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}
+    assert buckets == {PassBucket(count, count, 16, count) for count in (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}

@@ -40,7 +40,7 @@ class RaggedBatch:
 
     input_ids, position_ids: [1, tokens] int64.
     wanted: [logits] int64, indices of the tokens that get logits, in order: the last `Chunks.num_logits` of each chunk;
-        with a bucket the last one again, or the first token, up to its segments.
+        with a bucket more of them, up to its segments, which nobody reads.
     parts: the tokens split into parts that are computed in order; later ones may attend to earlier ones.
     bucket: the size that the batch was padded to, if any.
     """
@@ -125,7 +125,8 @@ class BatchBuilder:
         parts = []
         for cut, (starts, contexts, pages) in zip(cuts, zip(*[iter(rest)] * 3, strict=True), strict=True):
             most_context = max(cut.most_context, fewest_pages * self._page_size)
-            layout = PagedLayout(starts, contexts, pages, cut.most_queries, most_context, cut.num_decodes)
+            shape = bucket or cut
+            layout = PagedLayout(starts, contexts, pages, shape.most_queries, most_context, shape.num_decodes)
             parts.append(Part(cut.tokens, where[cut.tokens].long(), layout))
         return RaggedBatch(ids[None], at.long()[None], wanted_at.long(), tuple(parts), bucket)
 
@@ -152,26 +153,22 @@ class BatchBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """A part's slice of tokens, its chunks (rows), where each starts in it, and their context lengths at its end.
-
-    bucket: that the chunks have been padded to, if any.
-    """
+    """A part's slice of tokens, its chunks (rows), where each starts in it, and their context lengths at its end."""
 
     tokens: slice
     rows: slice
     starts: Ints
     contexts: Ints
-    bucket: PassBucket | None = None
 
     @classmethod
     def filling(cls, bucket: PassBucket, contexts: Ints, ends: Ints) -> "_Cut":
         """Return the only part of padded chunks that end at ``ends``."""
         starts = _grown(np.concatenate([[0], ends]), bucket.num_segments + 1)
-        return cls(slice(0, int(ends[-1])), slice(None), starts, _grown(contexts, bucket.num_segments), bucket)
+        return cls(slice(0, int(ends[-1])), slice(None), starts, _grown(contexts, bucket.num_segments))
 
     @property
     def most_queries(self) -> int:
-        return self.bucket.most_queries if self.bucket else int(np.diff(self.starts).max())
+        return int(np.diff(self.starts).max())
 
     @property
     def most_context(self) -> int:
@@ -180,8 +177,6 @@ class _Cut:
     @property
     def num_decodes(self) -> int | None:
         """The number of one-token segments, if all of them are at the front."""
-        if self.bucket is not None:
-            return self.bucket.num_decodes
         single = np.diff(self.starts) == 1
         count = int(single.sum())
         return count if bool(single[:count].all()) else None
