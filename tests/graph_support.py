@@ -87,6 +87,9 @@ class StandIn(TorchDispatchMode, CudaCapturer):
 
         return replay
 
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def close(self) -> None:
         """Nothing is kept."""
 

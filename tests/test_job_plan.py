@@ -251,7 +251,7 @@ def test_fewer_bytes_are_advised_where_the_link_is_slow(folder: Path) -> None:
     advice = job_advice(planned, SETTINGS)
     assert any("zinfer.quantization" in each for each in advice)
     smaller = read_outline(folder, None, Quantization((QuantRule(bits=8),)))
-    machine, sizes = machine_with(980_000_000, 10**10), stated(kv_cache_memory=46_000_000, tokens_per_pass=1024)
+    machine, sizes = machine_with(960_000_000, 10**10), stated(kv_cache_memory=46_000_000, tokens_per_pass=1024)
     planned = plan_job(Case(smaller, machine, sizes), JOB)
     assert planned.plan.streamed_bytes
     assert not any("quantization" in each for each in job_advice(planned, sizes))

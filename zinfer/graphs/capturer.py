@@ -60,6 +60,16 @@ class CudaCapturer:
         self._open = None
         return graph.replay
 
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a captured result over the same memory, which later captures may use, too, once ``tensor`` is gone.
+
+        So results of all graphs together take the memory of the largest. The graph keeps it mapped.
+        """
+        storage = tensor.untyped_storage()
+        alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(alias, *place)
+
     def close(self) -> None:
         """Free the memory of all captures once no graph uses it. Idempotent."""
         self._keeper = None

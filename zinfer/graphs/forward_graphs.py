@@ -171,7 +171,7 @@ class ForwardGraphs:
         capture = Capture(self._capturer, modes, inside)
         try:
             with self.cuts.within(capture):
-                return _Graph(forward, capture, call)
+                return _Graph(forward, capture, call, self._capturer.unowned)
         except (RuntimeError, CannotCapture) as error:
             raise self._never(form, f"cannot be captured: {_reason(error, handled)}") from error
 
@@ -209,7 +209,9 @@ def _reason(error: BaseException, handled: BaseException | None) -> str:
 class _Graph:
     """A captured forward, its static inputs and its results."""
 
-    def __init__(self, forward: Callable[..., Any], capture: Capture, call: Call) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], capture: Capture, call: Call, unowned: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         self.leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
         self._places = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(self.leaves, call.spec)
@@ -220,11 +222,12 @@ class _Graph:
 
         given = capture.run(compute)
         self._steps, self.num_pieces = capture.steps, capture.num_pieces
-        self._given, self._spec = pytree.tree_flatten(given)
+        found, self._spec = pytree.tree_flatten(given)
         known = [id(leaf) for leaf in self.leaves]
-        for leaf in self._given:
+        for leaf in found:
             if not isinstance(leaf, (torch.Tensor, *CONSTANTS)) and id(leaf) not in known:
                 raise CannotCapture(f"it returns a {type(leaf).__name__}")
+        self._given = [unowned(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
 
     def replay(self, tensors: list[torch.Tensor]) -> Any:
         for place, tensor in zip(self._places, tensors, strict=True):

@@ -24,11 +24,9 @@ _MAX_SEQUENCES: Final = 1024
 _MOST_SAMPLING_SHARE: Final = 1 / 32  # of free memory, for sampling
 PIECE_PARTS: Final = 4
 """Parts of the sampler in a piece of the head's output, where a prompt's tokens are scored."""
-MOST_REPLAYED_TOKENS: Final = 1024
-"""Of a pass that a graph replays."""
-# Graphs keep their logits: those of 1 to 64 rows (`zinfer.batching.pass_bucket`), at two lengths of context, and of
-# passes with prompts of five sizes.
-_GRAPH_ROWS: Final = 1000
+REPLAYED_TOKENS: Final = (64, 128, 256, 512, 1024)
+"""Of passes with prompts that a graph replays; others are padded to these."""
+MOST_REPLAYED_TOKENS: Final = REPLAYED_TOKENS[-1]
 _FEW_LOGIT_ROWS: Final = 64
 _RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
 
@@ -93,7 +91,10 @@ def find_pass_sizes(
         part = min(part_logits, num_tokens * spec.vocab) * (BYTES_A_LOGIT + 2 * PIECE_PARTS * dtype.itemsize)
         return 2 * num_rows * spec.vocab * dtype.itemsize + part
 
-    kept_bytes = _GRAPH_ROWS * spec.vocab * dtype.itemsize + layer_bytes(1, MOST_REPLAYED_TOKENS) if replays else 0
+    def graph_bytes(num_rows: int) -> int:
+        """Return what graphs share, and nothing else uses: a layer's activations, and the logits of each row."""
+        return layer_bytes(1, MOST_REPLAYED_TOKENS) + num_rows * spec.vocab * dtype.itemsize
+
     fitting = (count for count in _PART_TOKENS if layer_bytes(1, count) <= most_part_bytes)
     part_tokens = next(fitting, _PART_TOKENS[-1])
     while True:
@@ -103,7 +104,7 @@ def find_pass_sizes(
         num_rows = logit_rows(max_sequences) if on_cuda else max_sequences
         layers = max(layer_bytes(1, min(tokens, part_tokens)), layer_bytes(num_rows, 1))
         residual = _RESIDUAL_COPIES * tokens * spec.hidden * dtype.itemsize
-        nbytes = kept_bytes + residual + max(layers, sampling_bytes(num_rows, tokens))
+        nbytes = (graph_bytes(num_rows) if replays else 0) + residual + max(layers, sampling_bytes(num_rows, tokens))
         if nbytes <= most_bytes or most == _FEWEST_TOKENS_PER_PASS:
             return PassSizes(tokens, min(tokens, part_tokens), max_sequences, part_logits, nbytes)
         most //= 2
