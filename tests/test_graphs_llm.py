@@ -102,12 +102,13 @@ def text_of(number: int, length: int, pages: list[int]) -> TokenSequence:
     lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=70),
     page_size=st.sampled_from([1, 16, 64]),
     is_prompt=st.integers(0, 100),
+    most_tokens=st.sampled_from([0, 66, 2000]),
 )
-def test_buckets_hold_their_passes(lengths: list[int], page_size: int, is_prompt: int) -> None:
+def test_buckets_hold_their_passes(lengths: list[int], page_size: int, is_prompt: int, most_tokens: int) -> None:
     texts = [text_of(number, length, list(range(-(-length // page_size)))) for number, length in enumerate(lengths)]
     chunks = [Chunk(text, length - 1, length, True) for text, length in zip(texts, lengths, strict=True)]
-    bucket = find_bucket(Chunks(chunks), page_size)
-    assert (bucket is None) == (len(chunks) > 64)
+    bucket = find_bucket(Chunks(chunks), page_size, most_tokens)
+    assert (bucket is None) == (len(chunks) > max(64, most_tokens))
     if is_prompt < len(chunks) and lengths[is_prompt] > 1:
         several = [*chunks]
         several[is_prompt] = chunks[is_prompt]._replace(begin=lengths[is_prompt] - 2)
@@ -116,9 +117,9 @@ def test_buckets_hold_their_passes(lengths: list[int], page_size: int, is_prompt
         assert find_bucket(Chunks(several), page_size) is None
     if bucket is None:
         return
-    assert len(chunks) <= bucket.num_segments < len(chunks) + 8
-    assert find_bucket(Chunks(chunks), page_size, 0, bucket.num_segments) == bucket
-    assert find_bucket(Chunks(chunks), page_size, 0, bucket.num_segments - 1) is None, "of two parts"
+    assert len(chunks) <= bucket.num_segments < len(chunks) + (8 if len(chunks) <= 64 else 16)
+    assert find_bucket(Chunks(chunks), page_size, most_tokens, bucket.num_segments) == bucket
+    assert find_bucket(Chunks(chunks), page_size, most_tokens, bucket.num_segments - 1) is None, "of two parts"
     assert max(lengths) <= bucket.num_pages * page_size < 2 * max(1024, *lengths) + page_size
     batch = BatchBuilder(page_size, torch.device("cpu")).build(Chunks(chunks), bucket=bucket)
     (part,) = batch.parts
@@ -178,5 +179,14 @@ def test_buckets_hold_passes_with_prompts(texts: list[tuple[int, int]], page_siz
 
 def test_buckets_are_few() -> None:
     text = text_of(0, 9, [0])
-    buckets = {find_bucket(Chunks([Chunk(text, 8, 9, True)] * count), 64) for count in range(1, 65)}
-    assert buckets == {PassBucket(count, count, 16, count) for count in (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}
+    decode = Chunk(text, 8, 9, True)
+    buckets = {find_bucket(Chunks([decode] * count), 64, 5000) for count in range(1, 1025)}
+    few = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    many = (*range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
+    assert buckets == {PassBucket(count, count, 16, count) for count in (*few, *many)}
+    assert find_bucket(Chunks([decode] * 1025), 64, 5000) is None
+    prompt = Chunk(text, 0, 9, True)
+    mixed = [find_bucket(Chunks([*[decode] * count, prompt]), 64, 5000) for count in range(1016)]
+    assert {bucket and bucket.num_tokens for bucket in mixed} == {64, 128, 256, 512, 1024}
+    assert {bucket and bucket.num_segments for bucket in mixed} == {16, 64, 128, 256, 512, 1024}
+    assert len(set(mixed)) < 16

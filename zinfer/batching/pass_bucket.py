@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from zinfer.planning.pass_sizes import MOST_REPLAYED_TOKENS, round_up
+from zinfer.planning.pass_sizes import MOST_REPLAYED_TOKENS, REPLAYED_TOKENS, round_up
 from zinfer.scheduling.schedule import Chunk, Chunks
 
-_MOST_ROWS: Final = 64  # each graph keeps the logits of its rows
-_ROWS_STEP: Final = 8
+_FEWEST_ROWS: Final = 64  # that are replayed wherever anything is
 _FEWEST_TOKENS: Final = 1024  # of a context
 _FEWEST_PROMPT_TOKENS: Final = 4096  # of one beside prompts: such passes have many sizes already
-_SEGMENTS: Final = (16, 64)
-_TOKENS: Final = (64, 128, 256, 512, MOST_REPLAYED_TOKENS)
+_SEGMENTS: Final = (16, 64, 128, 256, 512, MOST_REPLAYED_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -46,28 +44,33 @@ class PassBucket:
 
 
 def find_bucket(
-    chunks: Chunks, page_size: int, most_prompt_tokens: int = 0, most_part_tokens: int | None = None
+    chunks: Chunks, page_size: int, most_tokens: int = 0, most_part_tokens: int | None = None
 ) -> PassBucket | None:
     """Return the bucket of a pass; None if it has none, or would have several parts.
 
     Args:
-        most_prompt_tokens: of a pass with prompts.
+        most_tokens: of a pass; a few decodes have a bucket anyway.
     """
-    if len(chunks) > _MOST_ROWS or chunks.extra_logits:
+    if len(chunks) > max(_FEWEST_ROWS, min(most_tokens, MOST_REPLAYED_TOKENS)) or chunks.extra_logits:
         return None
     sizes = [end - begin for begin, end in zip(chunks.begins, chunks.ends, strict=True)]
     if all(chunks.samples) and max(sizes) == 1:
-        count = round_up(len(chunks), _ROWS_STEP)
+        count = _padded_rows(len(chunks))
         found: PassBucket | None = PassBucket(count, count, _num_pages(chunks, page_size, _FEWEST_TOKENS), count)
     else:
-        found = _with_prompts(sizes, most_prompt_tokens, _num_pages(chunks, page_size, _FEWEST_PROMPT_TOKENS))
+        found = _with_prompts(sizes, most_tokens, _num_pages(chunks, page_size, _FEWEST_PROMPT_TOKENS))
     fits = found is not None and (most_part_tokens is None or found.num_tokens <= most_part_tokens)
     return found if fits else None
 
 
+def _padded_rows(count: int) -> int:
+    """Return a number of rows that few others share: a power of two up to 8, one in 8 of the power above it behind."""
+    return round_up(count, max(8, 1 << (count - 1).bit_length() >> 3))
+
+
 def _with_prompts(sizes: Sequence[int], most_tokens: int, num_pages: int) -> PassBucket | None:
     """Return the bucket of chunks of these sizes."""
-    num_tokens = next((count for count in _TOKENS if sum(sizes) <= count <= most_tokens), None)
+    num_tokens = next((count for count in REPLAYED_TOKENS if sum(sizes) <= count <= most_tokens), None)
     if num_tokens is None:
         return None
     num_chunks = len(sizes) + -(-(num_tokens - sum(sizes)) // max(sizes))

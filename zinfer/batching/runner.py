@@ -23,7 +23,7 @@ from zinfer.model.batching_support import wants_mask
 from zinfer.model.module_patches import ModulePatches
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.planning.pass_sizes import logit_rows
+from zinfer.planning.pass_sizes import REPLAYED_TOKENS, logit_rows
 from zinfer.scheduling.schedule import Chunks
 
 _LAUNCHED_PRODUCTS: Final = 300_000_000_000
@@ -62,11 +62,13 @@ def with_few_counts(batch: RaggedBatch) -> RaggedBatch:
     return replace(batch, wanted=torch.cat([batch.wanted, batch.wanted[-1:].expand(num_more)]))
 
 
-def _most_prompt_tokens(model: StreamedModel) -> int:
-    """Return the most tokens of a pass with prompts that Python takes longer to launch than the device to compute.
+def _most_replayed_tokens(model: StreamedModel, graphs: ForwardGraphs | None) -> int:
+    """Return the most tokens of a pass that Python takes longer to launch than the device to compute.
 
     0 for ranks that divide layers: sums of many tokens meet at barriers, which were never tried in a graph.
     """
+    if graphs is None:
+        return 0
     if model.ranks is not None and model.ranks.mesh.num_dividing > 1:
         return 0
     largest = max((each.block.layout.numel for each in model.estimator.blocks if each.is_layer), default=1)
@@ -83,6 +85,7 @@ class PassRunner:
 
     Attributes:
         num_passes: passes run so far.
+        padded_sizes: tokens that passes with prompts are padded to; none: only decodes are replayed, if anything is.
     """
 
     def __init__(self, model: StreamedModel, cache: PageCache, graphs: ForwardGraphs | None = None) -> None:
@@ -99,16 +102,23 @@ class PassRunner:
             model.stages.shares_logits = False  # the last stage draws, and sends tokens
         self._takes_positions = "position_ids" in inspect.signature(type(model.module).forward).parameters
         self._graphs = graphs
-        self._page_size, self._most_prompt_tokens = cache.page_size, _most_prompt_tokens(model)
+        self._page_size = cache.page_size
+        self._most_replayed_tokens = _most_replayed_tokens(model, graphs)
+        self.padded_sizes = [size for size in REPLAYED_TOKENS if size <= self._most_replayed_tokens]
 
     @property
     def replays(self) -> bool:
         """Whether passes with a `PassBucket` are replayed."""
         return self._graphs is not None
 
+    @property
+    def is_settled(self) -> bool:
+        """As of `ForwardGraphs`, of the last pass."""
+        return self._graphs is None or self._graphs.is_settled
+
     def bucket_of(self, chunks: Chunks, most_part_tokens: int | None) -> PassBucket | None:
         """Return the bucket of a pass, if it may be replayed; arguments as for `find_bucket`."""
-        return find_bucket(chunks, self._page_size, self._most_prompt_tokens, most_part_tokens)
+        return find_bucket(chunks, self._page_size, self._most_replayed_tokens, most_part_tokens)
 
     def run(self, batch: RaggedBatch) -> torch.Tensor:
         """Run a pass; returns the logits at ``batch.wanted``: [samples, vocabulary], in the model's dtype.

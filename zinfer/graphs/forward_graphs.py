@@ -54,8 +54,11 @@ class ForwardGraphs:
         patience: eager forwards of a form before it is captured.
 
     Attributes:
+        patience: as the argument, from now on.
         cuts: splits at blocks that stream.
         counts: of captures and replays.
+        is_settled: whether forwards of the last one's form will take as long as it did: it was not captured, and it
+            will not be.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class ForwardGraphs:
         most_streamed_bytes: int | None = None,
         patience: int = 1,
     ) -> None:
-        self._patience = patience
+        self.patience = patience
         self.cuts = GraphSplits(most_streamed_bytes)
         self._capturer = capturer
         self._device = device
@@ -76,6 +79,7 @@ class ForwardGraphs:
         self._off = ""  # why nothing is replayed
         self._is_compiled = False
         self.counts = GraphCounts()
+        self.is_settled = True
 
     def eagerly(self, work: Callable[[], Any], reason: str) -> Any:
         """Run ``work`` without replaying forwards, so that their hooks are called."""
@@ -101,6 +105,7 @@ class ForwardGraphs:
             forward: always the same; its result depends only on its arguments and the slots of streamed weights. Hooks
                 in it run only in forwards that are not replayed.
         """
+        before, self.is_settled = self.counts.captured, True
         try:
             if self._off:
                 raise CannotCapture(self._off)
@@ -110,6 +115,7 @@ class ForwardGraphs:
             reason = str(error)
         else:
             self.counts.replayed += 1
+            self.is_settled = self.counts.captured == before
             return graph.replay(call.tensors)
         self.counts.eager[reason] += 1
         return forward(*args, **kwargs)
@@ -185,10 +191,11 @@ class ForwardGraphs:
         seen = self._seen.setdefault(form, 0)
         if isinstance(seen, str):
             raise CannotCapture(seen)
-        if seen < self._patience:
+        if seen < self.patience:
             self._seen[form] = seen + 1
             if len(self._seen) > _MOST_FORMS:
                 self._seen.popitem(last=False)
+            self.is_settled = False
             raise CannotCapture(FIRST if not seen else RARE)
 
 
