@@ -17,6 +17,7 @@ from zinfer import LLM, SamplingParams
 from zinfer.batching.pass_bucket import PassBucket, find_bucket
 from zinfer.batching.ragged import BatchBuilder
 from zinfer.graphs.forward_graphs import FIRST
+from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.schedule import Chunk, Chunks
 from zinfer.scheduling.sequence import Sequence as TokenSequence
 
@@ -60,6 +61,22 @@ def test_rare_forms_are_left_to_python(folder: Path, prompts: list[list[int]], s
         for _ in range(2):
             llm.generate(by_ids(prompts[:1]), GREEDY)
         assert counts.captured == 1 < counts.replayed, counts
+    with LLM(folder, device=device, kv_cache_memory="2MB", speculate="off", interactive=True) as llm:
+        llm.generate(by_ids(prompts[:1]), GREEDY)
+        assert (llm.graphs.captured, llm.graphs.replayed) == (1, NUM_NEW - 2), "somebody waits for each token"
+
+
+def test_captures_tell_a_latency_nothing(
+    folder: Path, prompts: list[list[int]], open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(LatencyTarget, "observe", lambda target, num_tokens, seconds: sizes.append(num_tokens))
+    with open_llm(folder, max_token_latency="100s") as llm:
+        # The first pass of a call ends after no other one; the first decode is launched by Python, the next captured.
+        for num_observed in (NUM_NEW - 3, NUM_NEW - 1):
+            sizes.clear()
+            llm.generate(by_ids(prompts[:1]), GREEDY)
+            assert sizes == [1] * num_observed
 
 
 @pytest.mark.sampled(2)

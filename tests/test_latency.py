@@ -1,5 +1,6 @@
 """Passes that keep to a time between tokens: what they may compute, how that is learnt, and what is said of it."""
 
+import asyncio
 import logging
 import random
 from dataclasses import replace
@@ -14,7 +15,8 @@ from llm_support import NUM_NEW, alone, by_ids, folder, prompts
 from paged_engine import completion
 from test_scheduler_workloads import ROWS, Room, Row, Workload
 
-from zinfer import LLM
+from zinfer import LLM, AsyncLLM
+from zinfer.batching import batched_model
 from zinfer.errors import ConfigError
 from zinfer.planning.job_estimator import JobEstimator
 from zinfer.planning.kv_budget import BatchingBudget
@@ -75,6 +77,24 @@ def test_measured_passes_correct_a_wrong_prediction(number: int) -> None:
         assert sorted(settled)[len(settled) // 2] >= PassSeconds(real).most_tokens(latency_s, MOST) // 4
 
 
+@pytest.mark.parametrize(("latency_s", "wanted"), [(0.018, 512), (0.03, 1024), (0.05, 1024), (0.1, 3500)])
+def test_passes_fill_what_they_are_padded_to(latency_s: float, wanted: int) -> None:
+    """Larger ones are launched by Python, which takes longer than predicted and says nothing of those that are not."""
+    chance, sizes = random.Random(0), (64, 128, 256, 512, 1024)
+    target = LatencyTarget(latency_s, lambda num_tokens: num_tokens / 38e3, MOST, sizes=sizes)
+    orders = []
+    for _ in range(600):
+        num_tokens = target.order().most_tokens or 0
+        orders.append(num_tokens)
+        padded = next((size for size in sizes if num_tokens <= size), num_tokens)
+        real_s = padded / 35e3 if padded <= 1024 else max(0.065, num_tokens / 35e3)
+        target.observe(num_tokens, real_s * chance.uniform(0.97, 1.02))
+    settled = orders[100:]
+    assert sorted(settled)[len(settled) // 2] == pytest.approx(wanted, rel=0.03 if wanted > 1024 else 0)
+    if wanted <= 1024:
+        assert sum(order != wanted for order in settled) < len(settled) // 100
+
+
 def test_running_sequences_come_first_and_prompts_in_chunks() -> None:
     rows = [Row(0, 0, 40, number % 3, 30, 60, at, None) for number, at in enumerate((0, 0, 3, 3, 3, 9))]
     workload = Workload(rows, Room(16, 9000, 300, 20, None, "arrival", None, orders=(12,)))
@@ -116,6 +136,35 @@ def test_an_llm_keeps_to_the_order_and_says_what_it_says_without(
             found = llm.generate(by_ids(prompts), max_new_tokens=NUM_NEW)
             assert [each.token_ids for each in found] == alone
             assert max(size.num_tokens for size, _ in llm.passes()) == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        ({}, 16),
+        ({"interactive": False}, None),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, None),
+        ({"max_token_latency": "100s"}, None),
+    ],
+)
+def test_passes_are_short_where_somebody_waits(
+    config: dict[str, Any], most: int | None, folder: Any, prompts: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batched_model, "_SHORT_PASS_TOKENS", 16)
+    monkeypatch.setattr(batched_model, "_SHORT_PASS_PRODUCTS", 1000)
+
+    async def complete(llm: AsyncLLM) -> None:
+        found = [each async for each in llm.stream(by_ids(prompts), max_new_tokens=NUM_NEW)]
+        assert [each.token_ids for each in sorted(found, key=lambda each: each.prompt_index)] == alone
+
+    llm = AsyncLLM(folder, device="cpu", kv_cache_memory="2MB", **config)
+    with llm.llm:
+        asyncio.run(complete(llm))
+        largest = max(size.num_tokens for size in llm.llm._batcher.pass_sizes)
+        assert largest == most if most is not None else largest > 16
+        monkeypatch.setattr(batched_model, "_SHORT_PASS_PRODUCTS", 10**12)
+        short = llm.llm._short_pass()
+        assert short is None or short > 10**6, "a small model"
 
 
 def test_a_time_that_cannot_be_reached_is_said_once(folder: Any, caplog: pytest.LogCaptureFixture) -> None:

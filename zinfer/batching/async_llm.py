@@ -24,7 +24,7 @@ class AsyncLLM:
     Args:
         model: as for `LLM`, which reads the weights before this returns.
         config: as for `LLM`.
-        kwargs: as for `LLM`.
+        kwargs: as for `LLM`, with ``interactive`` true by default.
 
     Attributes:
         llm: the `LLM`, for its counters, plan and predictions.
@@ -36,7 +36,7 @@ class AsyncLLM:
         config: str | os.PathLike[str] | Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.llm = LLM(model, config, **kwargs)
+        self.llm = LLM(model, config, **{"interactive": True, **kwargs})
 
     async def generate(
         self, prompt: PromptLike, params: SamplingParams | None = None, **options: Any

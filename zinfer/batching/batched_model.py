@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
@@ -49,6 +49,11 @@ from zinfer.scheduling.speculation import Speculation
 
 log = logging.getLogger("zinfer")
 
+_SHORT_PASS_TOKENS: Final = 1024
+"""Larger passes of Llama-3-8B complete no more tokens a second on an H200."""
+_SHORT_PASS_PRODUCTS: Final = 10**12
+"""Tokens times parameters: 4 ms at 500 TFLOP/s. Python needs longer to schedule hundreds of sequences."""
+
 BesideLoad = Callable[[DeviceParts, BatchingBudget], AbstractContextManager[object]]
 
 
@@ -58,7 +63,7 @@ class BatchedModel:
     Args:
         model: as for `zinfer.init_inference`, or an open checkpoint.
         settings: the resolved configuration, for batches.
-        tokenizer, swaps_to_disk, num_pages, prepare, beside_load: as for `LLM`.
+        tokenizer, swaps_to_disk, num_pages, prepare, beside_load, interactive: as for `LLM`.
         draft: a small model that guesses tokens, which this one closes; None: there is none.
 
     Attributes:
@@ -79,6 +84,7 @@ class BatchedModel:
         num_pages: int | None,
         prepare: Prepare,
         beside_load: BesideLoad | None,
+        interactive: bool,
         draft: SmallModel | None,
     ) -> None:
         budget: BatchingBudget | None = None
@@ -111,7 +117,7 @@ class BatchedModel:
             opened.callback(self._model.destroy)
             assert budget is not None
             with self._model.cap.explaining():
-                self._open(settings, budget, tokenizer, swaps_to_disk, draft)
+                self._open(settings, budget, tokenizer, swaps_to_disk, interactive, draft)
             opened.pop_all()
 
     def _open(
@@ -120,6 +126,7 @@ class BatchedModel:
         budget: BatchingBudget,
         tokenizer: Any,
         swaps_to_disk: bool | None,
+        interactive: bool,
         draft: SmallModel | None,
     ) -> None:
         """Open the cache, the scheduler and the serving loop over the model."""
@@ -140,10 +147,19 @@ class BatchedModel:
             window = common_window(self._model.ranks.exchange(window))
         self._cache = open_pages(self._model, spec, budget)
         self._graphs = self._model.pass_graphs
+        if interactive and self._graphs is not None:
+            self._graphs.patience = 1  # a server lives long, and its first users wait, too
         self._runner = PassRunner(self._model, self._cache, self._graphs)
-        latency_s = settings.batching.max_token_latency_s
-        pass_time = self._model.estimator.pass_time
-        self._estimator = JobEstimator(budget, window, token_bytes, pass_time, latency_s, self._model.num_gathering)
+        self._estimator = JobEstimator(
+            budget,
+            window,
+            token_bytes,
+            self._model.estimator.pass_time,
+            settings.batching.max_token_latency_s,
+            self._model.num_gathering,
+            usual_tokens=self._short_pass() if interactive else None,
+            padded_sizes=self._runner.padded_sizes,
+        )
         if (note := describe_unreachable(self._estimator)) is not None and not isinstance(lockstep, Follower):
             log.warning(note)
         self._speculation: Speculation | None = None
@@ -157,7 +173,7 @@ class BatchedModel:
             budget,
             window,
             tokens,
-            self._estimator.target,
+            self._estimator,
             self._speculation,
         )
         closers = (
@@ -176,6 +192,13 @@ class BatchedModel:
             else ServingLoop(self._batcher, device, closers, lockstep)
         )
         self._loop.close_with(self)
+
+    def _short_pass(self) -> int | None:
+        """Return the tokens of passes that are short and lose no time; None if a pass has to read weights for long."""
+        if self._model.plan.streamed_bytes or self.has_experts:
+            return None
+        num_params = sum(each.block.layout.numel for each in self._model.estimator.blocks)
+        return max(_SHORT_PASS_TOKENS, _SHORT_PASS_PRODUCTS // num_params)
 
     def _open_builder(self, settings: Settings, tokenizer: Any) -> None:
         """Find what prompts must fit, and open what makes requests of them."""

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import compress
 from typing import Final
 
@@ -22,12 +23,12 @@ from zinfer.batching.verification import rows_behind
 from zinfer.engine.finite_check import FiniteWatch
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
+from zinfer.planning.job_estimator import JobEstimator
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.pass_sizes import PIECE_PARTS
 from zinfer.sampling.async_copy import send
 from zinfer.sampling.sampler import Drawn, Sampler
 from zinfer.sampling.structure import token_masks
-from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.sequence import SequenceState
@@ -59,7 +60,7 @@ class Batcher:
         budget: sizes of the passes and of the cache.
         window: the most tokens that any layer attends to; None if a layer attends to all.
         tokens: brings tokens from the last stage of a pipeline to the others.
-        target: limits passes by their seconds; None: nothing does.
+        estimator: limits the tokens of passes; None: only the budget does.
         speculation: guesses tokens; None: nothing does.
     """
 
@@ -71,10 +72,10 @@ class Batcher:
         budget: BatchingBudget,
         window: int | None = None,
         tokens: StageTokens | None = None,
-        target: LatencyTarget | None = None,
+        estimator: JobEstimator | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        self._target = target
+        self._estimator = estimator
         self._speculation = speculation
         self._events: list[Event] = []  # of tokens that were taken for a pass's guesses
         self._runner = runner
@@ -115,7 +116,7 @@ class Batcher:
 
         One rank's order is for all in step.
         """
-        order = USUAL if self._target is None else self._target.order()
+        order = USUAL if self._estimator is None else self._estimator.order
         if self._speculation is None or not self._scheduler.is_decoding:
             return order
         most = self._speculation.most_guesses(self._scheduler.num_running)
@@ -142,7 +143,7 @@ class Batcher:
         is_due = len(self._drawn) == self._most_drawn or (scheduled is None and len(self._drawn) > 0)
         events = self._receive(self._drawn.popleft()) if is_due else []
         if scheduled is not None:
-            self._drawn.append(self._draw(scheduled, computed))
+            self._drawn.append(replace(self._draw(scheduled, computed), is_settled=self._runner.is_settled))
             self._scheduler.advance(scheduled)
         return [*before, *events]
 
@@ -299,16 +300,17 @@ class Batcher:
         self._runner.model.check_ranks()
         self.received_ids = sampled.token_ids
         if drawn.is_computed:
-            self._note_end()
+            self._note_end(drawn.is_settled)
         return self._requests.receive(drawn, sampled)
 
-    def _note_end(self) -> None:
-        """Note that a pass has ended."""
+    def _note_end(self, is_settled: bool) -> None:
+        """Note that a pass has ended. The target learns nothing from captures, nor from passes that precede them."""
         self.pass_ends_s.append(time.perf_counter())
         size = self.pass_sizes[len(self.pass_ends_s) - 1]
         self.meter.end(size.num_tokens)
-        if self._target is not None and len(self.pass_ends_s) > 1:
-            self._target.observe(size.num_tokens, self.pass_ends_s[-1] - self.pass_ends_s[-2])
+        target = None if self._estimator is None else self._estimator.target
+        if target is not None and len(self.pass_ends_s) > 1 and is_settled:
+            target.observe(size.num_tokens, self.pass_ends_s[-1] - self.pass_ends_s[-2])
         if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # the batcher has not been idle for days
             del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]
 

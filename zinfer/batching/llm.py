@@ -51,6 +51,9 @@ class LLM(BatchedModel):
         job: what it is to complete: on a GPU the sizes of passes and KV cache that the configuration leaves open are
             those that are predicted to be the fastest for it, and a line of the log says which. The model is a folder
             then. None: sizes for any prompts.
+        interactive: requests come while others run, and somebody waits for each token. A pass then has 1,024 tokens at
+            most, unless weights stream, tokens choose among experts, the model is too small to profit, or
+            ``max_token_latency`` says what is wanted.
         kwargs: the same keys as in ``config``.
 
     A thread of its own runs the passes (`ServingLoop`); any number of threads may call, and their prompts share passes.
@@ -81,6 +84,7 @@ class LLM(BatchedModel):
         prepare: Prepare = PreparedModel.of,
         beside_load: BesideLoad | None = None,
         job: Job | None = None,
+        interactive: bool = False,
         **kwargs: object,
     ) -> None:
         is_module = isinstance(model, nn.Module)
@@ -108,6 +112,7 @@ class LLM(BatchedModel):
                     num_pages=num_pages,
                     prepare=prepare,
                     beside_load=beside_load,
+                    interactive=interactive,
                     draft=draft,
                 )
             opened.pop_all()

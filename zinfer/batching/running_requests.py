@@ -35,6 +35,7 @@ class Drawing:
         guesses: that they verify.
         known: tokens that are known, by their places in the result, whose own are dropped.
         is_computed: whether the pass was; it is not if it has known tokens alone.
+        is_settled: as of `PassRunner`, of the pass.
     """
 
     sequences: Sequence[TokenSequence]
@@ -45,6 +46,7 @@ class Drawing:
     guesses: Guesses = ()
     known: Mapping[int, int] = field(default_factory=dict)
     is_computed: bool = True
+    is_settled: bool = True
 
     def take(self) -> Sampled:
         """Wait for the tokens."""

@@ -11,7 +11,7 @@ from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.simulation import Simulations, simulate, simulated_ranks
 from zinfer.planning.step_time import PassTime, speed
 from zinfer.scheduling.latency_target import LatencyTarget
-from zinfer.scheduling.pass_order import USUAL, PassOrder
+from zinfer.scheduling.pass_order import PassOrder
 from zinfer.scheduling.schedule import PassSize
 from zinfer.units import duration
 
@@ -67,6 +67,8 @@ class JobEstimator:
         pass_time: `PassClock.pass_time`.
         latency_s: most seconds between two tokens of a sequence; None: passes are as large as the budget allows.
         num_ranks: that make passes in step, each with rows of its own.
+        usual_tokens: most of a pass where there is no ``latency_s``; None: as many as the budget allows.
+        padded_sizes: tokens that passes with prompts are padded to.
     """
 
     budget: BatchingBudget
@@ -75,18 +77,23 @@ class JobEstimator:
     pass_time: Callable[..., PassTime]
     latency_s: float | None = None
     num_ranks: int = 1
+    usual_tokens: int | None = None
+    padded_sizes: Sequence[int] = ()
 
     @functools.cached_property
     def target(self) -> LatencyTarget | None:
         """Limits passes to what keeps the latency, by prediction until passes are observed."""
         if self.latency_s is None:
             return None
-        return LatencyTarget(self.latency_s, self._pass_seconds, self.budget.tokens_per_pass, self.budget.num_sets)
+        budget = self.budget
+        return LatencyTarget(
+            self.latency_s, self._pass_seconds, budget.tokens_per_pass, budget.num_sets, self.padded_sizes
+        )
 
     @property
     def order(self) -> PassOrder:
         """The predicted order of every pass."""
-        return USUAL if self.target is None else self.target.order()
+        return PassOrder(self.usual_tokens) if self.target is None else self.target.order()
 
     @property
     def most_tokens(self) -> int:

@@ -4,7 +4,7 @@ This is Dynamic SplitFuse with a budget that follows from seconds: every running
 so the time between its tokens is that of a pass; prompts are computed in chunks beside, as far as the time allows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from zinfer.scheduling.pass_order import PassOrder
 from zinfer.scheduling.pass_seconds import FREE_SLACK, PassSeconds
@@ -15,7 +15,7 @@ class LatencyTarget:
 
     Args:
         seconds: most between two tokens of a sequence.
-        planned: as for `PassSeconds`.
+        planned, sizes: as for `PassSeconds`.
         most_tokens: of any pass.
         num_sets: passes under way at once: a sequence is in one of so many.
 
@@ -23,9 +23,16 @@ class LatencyTarget:
         reachable_s: time between two tokens that can be reached: ``seconds``, or that of the shortest pass.
     """
 
-    def __init__(self, seconds: float, planned: Callable[[int], float], most_tokens: int, num_sets: int = 1) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        planned: Callable[[int], float],
+        most_tokens: int,
+        num_sets: int = 1,
+        sizes: Sequence[int] = (),
+    ) -> None:
         self._pass_s, self._most_tokens = seconds / num_sets, most_tokens
-        self._seconds = PassSeconds(planned)
+        self._seconds = PassSeconds(planned, sizes)
         self.reachable_s = max(seconds, FREE_SLACK * planned(1) * num_sets)
 
     def observe(self, num_tokens: int, seconds: float) -> None:

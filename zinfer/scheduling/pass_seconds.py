@@ -1,9 +1,9 @@
 """`PassSeconds`: how long a pass takes by its number of tokens: predicted, then corrected by what passes took."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeAlias
 
 _GAIN: Final = 0.25  # of a new measurement against those before
 _MOST_TIMES: Final = 4.0  # the seconds expected before: a pass that waited for something else counts no more
@@ -11,35 +11,41 @@ _FADING: Final = 0.01  # in each pass, of what another size was slower by: an ou
 FREE_SLACK: Final = 1.05
 """Tokens are free up to this multiple of the shortest pass."""
 
+_Found: TypeAlias = dict[int, tuple[float, float]]
+
 
 class PassSeconds:
     """Seconds by number of tokens.
 
     Corrections are kept for one size in each power of two, and interpolated between them: seconds need not be a line
-    over tokens, since a pass that streams its weights takes no longer for its first thousands of tokens.
+    over tokens, since a pass that streams its weights takes no longer for its first thousands of tokens. Those of
+    padded passes, which are replayed, say nothing about larger ones, which Python launches.
 
     Args:
-        planned: predicts the seconds, above 0, of a pass of so many tokens; increases.
+        planned: predicts the seconds, above 0, of a pass that computes so many tokens; increases.
+        sizes: that smaller passes are padded to, increasing.
     """
 
-    def __init__(self, planned: Callable[[int], float]) -> None:
+    def __init__(self, planned: Callable[[int], float], sizes: Sequence[int] = ()) -> None:
         self._planned = lru_cache(maxsize=4096)(planned)
-        self._found: dict[int, tuple[float, float]] = {}  # by exponent: tokens, and seconds by planned ones
+        self._sizes = sizes
+        # Of passes that are not padded, and of those that are, by exponent: tokens, and seconds by planned ones.
+        self._found: tuple[_Found, _Found] = {}, {}
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take the seconds of a pass."""
         assert num_tokens >= 1
+        found, num_tokens = self._found[self._is_padded(num_tokens)], self._padded(num_tokens)
         own, planned = round(math.log2(num_tokens)), self._planned(num_tokens)
         times = min(seconds, _MOST_TIMES * self(num_tokens)) / planned
-        tokens, before = self._found.get(own, (float(num_tokens), times))
-        self._found = {
-            place: (at, other - _FADING * max(other - times, 0)) for place, (at, other) in self._found.items()
-        }
-        self._found[own] = tokens + _GAIN * (num_tokens - tokens), before + _GAIN * (times - before)
+        tokens, before = found.get(own, (float(num_tokens), times))
+        found |= {place: (at, other - _FADING * max(other - times, 0)) for place, (at, other) in found.items()}
+        found[own] = tokens + _GAIN * (num_tokens - tokens), before + _GAIN * (times - before)
 
     def __call__(self, num_tokens: int) -> float:
         """Return the seconds of a pass of so many tokens."""
-        return self._planned(num_tokens) * self._times(num_tokens)
+        found, num_tokens = self._found[self._is_padded(num_tokens)], self._padded(num_tokens)
+        return self._planned(num_tokens) * _times(found, num_tokens)
 
     def most_tokens(self, within_s: float, most: int) -> int:
         """Return the tokens of the largest pass that takes no longer.
@@ -59,11 +65,18 @@ class PassSeconds:
             low, high = (middle, high) if self(middle) <= within_s else (low, middle)
         return low
 
-    def _times(self, num_tokens: int) -> float:
-        """Return how many times the planned seconds a pass takes, between those of the next smaller and larger one."""
-        below = max((each for each in self._found.values() if each[0] <= num_tokens), default=None)
-        above = min((each for each in self._found.values() if each[0] > num_tokens), default=None)
-        if below is None or above is None:
-            return (below or above or (0, 1.0))[1]
-        share = (num_tokens - below[0]) / (above[0] - below[0])
-        return below[1] + share * (above[1] - below[1])
+    def _is_padded(self, num_tokens: int) -> bool:
+        return num_tokens <= max(self._sizes, default=0)
+
+    def _padded(self, num_tokens: int) -> int:
+        return next((size for size in self._sizes if num_tokens <= size), num_tokens)
+
+
+def _times(found: _Found, num_tokens: int) -> float:
+    """Return how many times the planned seconds a pass takes, between those of the next smaller and larger one."""
+    below = max((each for each in found.values() if each[0] <= num_tokens), default=None)
+    above = min((each for each in found.values() if each[0] > num_tokens), default=None)
+    if below is None or above is None:
+        return (below or above or (0, 1.0))[1]
+    share = (num_tokens - below[0]) / (above[0] - below[0])
+    return below[1] + share * (above[1] - below[1])
