@@ -10,7 +10,7 @@ import torch
 from checkpoints import tiny_checkpoint, tiny_mixtral
 from family_models import CASES, Tensors, family_inputs, family_model, forward_inputs, outputs_of
 from ranks_support import Failed, Ranks, run_ranks
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import zinfer
 from zinfer.errors import ConfigError, RankError
@@ -328,6 +328,32 @@ def replayed(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[tu
     with zinfer.LLM(folder, settings) as llm:
         found = llm.generate(prompts, zinfer.SamplingParams(max_new_tokens=20))
         return [each.token_ids for each in found], llm.graphs.replayed
+
+
+def many_rows(rank: int, folder: Path, size: int) -> tuple[list[tuple[int, ...]], int, int]:
+    """Greedy tokens, and how many passes there were and were replayed, once their forms are known."""
+    draw = torch.Generator().manual_seed(0)
+    prompts = [{"prompt_token_ids": torch.randint(3, 250, (60 + at,), generator=draw).tolist()} for at in range(100)]
+    params = zinfer.SamplingParams(max_new_tokens=12, ignore_eos=True)
+    settings = {"tensor_parallel": {"tp_size": size}, "enable_cuda_graph": True}
+    with zinfer.LLM(folder, settings, device="cuda", tokens_per_pass=700, speculate="off") as llm:
+        for _ in range(3):
+            llm.reset_prefix_cache()
+            replayed, passes = llm.graphs.replayed, llm.num_passes
+            found = [each.token_ids for each in llm.generate(prompts, params)]
+        return found, llm.num_passes - passes, llm.graphs.replayed - replayed
+
+
+@pytest.mark.gpu
+def test_many_rows_of_divided_layers_are_replayed(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    wide = LlamaConfig(vocab_size=256, num_hidden_layers=3, **sizes)
+    LlamaForCausalLM(wide).save_pretrained(tmp_path)
+    wanted, passes, _ = many_rows(0, tmp_path, 1)
+    for found, own, num_replayed in run_ranks(2, many_rows, tmp_path, 2):
+        assert sum(one == other for one, other in zip(found, wanted, strict=True)) >= 95
+        assert own == passes
+        assert num_replayed > passes // 4, "those of decodes alone"
 
 
 @pytest.mark.gpu

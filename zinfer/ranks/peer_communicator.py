@@ -17,7 +17,8 @@ from zinfer.ranks.peer_memory import NUM_BARRIERS, PeerMemory, SharedMemory
 
 _BUFFER_BYTES: Final = 32 << 20  # some 100 us of NVLink: the barriers around it cost a tenth
 _BEFORE, _BETWEEN, _AFTER = range(3)  # channels of barriers
-_MOST_READ_BYTES: Final = 1 << 20  # up to here reading all that the others have costs less than another barrier
+MOST_READ_BYTES: Final = 1 << 20
+"""Of a sum that is one kernel: up to here reading all that the others have costs less than another barrier."""
 _SUMS: Final = NUM_BARRIERS  # the first channel of the kernel of sums
 
 
@@ -119,7 +120,7 @@ class PeerCommunicator:
         """Sum a tensor that fits the buffer: all of it, or if that is long, this rank's range, and copy the others'."""
         size, rank = self.partition.size, self.partition.rank
         each = len(flat) // size
-        if flat.nbytes <= _MOST_READ_BYTES or each * size < len(flat):
+        if flat.nbytes <= MOST_READ_BYTES or each * size < len(flat):
             sum_over_peers(flat, self._buffer.addresses, self._buffer.pads, _SUMS, rank)
             return
         views = [self._buffer.of(peer)[: flat.nbytes].view(flat.dtype) for peer in range(size)]
