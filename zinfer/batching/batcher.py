@@ -251,7 +251,11 @@ class Batcher:
             most = min(_PIECE_LOGITS, PIECE_PARTS * self._budget.part_logits) // self._sampler.vocab_size
             self._runner.run_in_pieces(batch, max(most, 1), scorer.take)
             return scorer.sampled, scorer
+        begin_s = time.perf_counter()
         logits = self._runner.run(batch)
+        target = None if self._estimator is None else self._estimator.target
+        if target is not None and bucket is None and self._cache.device.type == "cuda":
+            target.observe_launch(time.perf_counter() - begin_s)
         return logits if bucket is None else logits[: sum(scheduled.chunks.samples)], None
 
     def _draw(self, scheduled: Pass, computed: tuple[torch.Tensor, PromptScorer | None] | None) -> Drawing:

@@ -24,18 +24,21 @@ class PassSeconds:
     Args:
         planned: predicts the seconds, above 0, of a pass that computes so many tokens; increases.
         sizes: that smaller passes are padded to, increasing.
+
+    Attributes:
+        largest_padded: the largest of them; 0: no pass is padded.
     """
 
     def __init__(self, planned: Callable[[int], float], sizes: Sequence[int] = ()) -> None:
         self._planned = lru_cache(maxsize=4096)(planned)
-        self._sizes = sizes
+        self._sizes, self.largest_padded = sizes, max(sizes, default=0)
         # Of passes that are not padded, and of those that are, by exponent: tokens, and seconds by planned ones.
         self._found: tuple[_Found, _Found] = {}, {}
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take the seconds of a pass."""
         assert num_tokens >= 1
-        found, num_tokens = self._found[self._is_padded(num_tokens)], self._padded(num_tokens)
+        found, num_tokens = self._found[num_tokens <= self.largest_padded], self._padded(num_tokens)
         own, planned = round(math.log2(num_tokens)), self._planned(num_tokens)
         times = min(seconds, _MOST_TIMES * self(num_tokens)) / planned
         tokens, before = found.get(own, (float(num_tokens), times))
@@ -44,7 +47,7 @@ class PassSeconds:
 
     def __call__(self, num_tokens: int) -> float:
         """Return the seconds of a pass of so many tokens."""
-        found, num_tokens = self._found[self._is_padded(num_tokens)], self._padded(num_tokens)
+        found, num_tokens = self._found[num_tokens <= self.largest_padded], self._padded(num_tokens)
         return self._planned(num_tokens) * _times(found, num_tokens)
 
     def most_tokens(self, within_s: float, most: int) -> int:
@@ -55,21 +58,25 @@ class PassSeconds:
         Args:
             most: the largest result.
         """
-        within_s = max(within_s, FREE_SLACK * self(1))
-        low, high = 1, 2
-        while high <= most and self(high) <= within_s:
-            low, high = high, 2 * high
-        high = min(high, most + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self(middle) <= within_s else (low, middle)
-        return low
+        return _most_within(self, max(within_s, FREE_SLACK * self(1)), most)
 
-    def _is_padded(self, num_tokens: int) -> bool:
-        return num_tokens <= max(self._sizes, default=0)
+    def most_planned(self, within_s: float, most: int) -> int:
+        """As `most_tokens`, whatever passes took."""
+        return _most_within(self._planned, within_s, most)
 
     def _padded(self, num_tokens: int) -> int:
         return next((size for size in self._sizes if num_tokens <= size), num_tokens)
+
+
+def _most_within(seconds: Callable[[int], float], within_s: float, most: int) -> int:
+    low, high = 1, 2
+    while high <= most and seconds(high) <= within_s:
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if seconds(middle) <= within_s else (low, middle)
+    return low
 
 
 def _times(found: _Found, num_tokens: int) -> float:
