@@ -90,11 +90,13 @@ class PassRunner:
     Attributes:
         num_passes: passes run so far.
         padded_sizes: tokens that passes with prompts are padded to; none: only decodes are replayed, if anything is.
+        is_settled: as of `ForwardGraphs`, of the last pass.
     """
 
     def __init__(self, model: StreamedModel, cache: PageCache, graphs: ForwardGraphs | None = None) -> None:
         self.model = model
         self.num_passes = 0
+        self.is_settled = True
         self._patches = ModulePatches()
         patch_attention(model.module, self._patches)
         self._attention = PagedAttention(cache.layers)
@@ -115,11 +117,6 @@ class PassRunner:
         """Whether passes with a `PassBucket` are replayed."""
         return self._graphs is not None
 
-    @property
-    def is_settled(self) -> bool:
-        """As of `ForwardGraphs`, of the last pass."""
-        return self._graphs is None or self._graphs.is_settled
-
     def bucket_of(self, chunks: Chunks, most_part_tokens: int | None) -> PassBucket | None:
         """Return the bucket of a pass, if it may be replayed; arguments as for `find_bucket`."""
         return find_bucket(chunks, self._page_size, self._most_replayed_tokens, most_part_tokens)
@@ -131,6 +128,7 @@ class PassRunner:
         """
         self.num_passes += 1
         if batch.bucket is None or self._graphs is None:
+            self.is_settled = True
             padded = with_few_counts(batch) if self.model.device.type == "cuda" else batch
             return self._call(lambda: self._forward(padded))[: len(batch.wanted)]
         (part,), graphs = batch.parts, self._graphs
@@ -138,7 +136,9 @@ class PassRunner:
         tokens = batch.input_ids, batch.position_ids, batch.wanted, part.places
         tensors = *tokens, layout.query_starts, layout.context_lengths, layout.page_table
         numbers = layout.most_queries, layout.most_context, layout.num_decodes
-        return self._call(lambda: graphs.call(self._single, *tensors, *numbers))
+        logits = self._call(lambda: graphs.call(self._single, *tensors, *numbers))
+        self.is_settled = graphs.is_settled
+        return logits
 
     def run_in_pieces(self, batch: RaggedBatch, most: int, take: Take) -> None:
         """Run a pass whose logits may not fit the memory at once; arguments as for `HeadPieces.run`.
