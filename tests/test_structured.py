@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from zinfer import LLM, SamplingParams
-from zinfer.scheduling.scheduler import Scheduler
+from zinfer.scheduling.preemption import Preemption
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo" / "model"
 TOKENIZER = byte_tokenizer()
@@ -74,8 +74,8 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 def test_each_output_is_what_its_request_asks_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     preempted = []
-    preempt = Scheduler._preempt
-    monkeypatch.setattr(Scheduler, "_preempt", lambda *args: (preempted.append(1), preempt(*args)))
+    preempt = Preemption.preempt
+    monkeypatch.setattr(Preemption, "preempt", lambda *args: (preempted.append(1), preempt(*args)))
     params, prompts = given(), [f"{'abc' * (number % 4)}{number}" for number in range(50)]
     found = llm.generate(prompts, params)
     assert len(preempted) > 3

@@ -24,6 +24,7 @@ from zinfer.scheduling.page_allocator import PageAllocator, first_needed
 from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.pass_sets import PassSets
+from zinfer.scheduling.preemption import Preemption
 from zinfer.scheduling.queues import PreemptedQueue, Running
 from zinfer.scheduling.schedule import Chunk, Chunks, Pass
 from zinfer.scheduling.sequence import PENDING, Sequence, SequenceState
@@ -70,6 +71,7 @@ class Scheduler:
         self._queue = WaitingQueue(order)
         self._preempted = PreemptedQueue(most_swapped_pages)
         self._running = Running()
+        self._preemption = Preemption(pool, self._allocator, self._running, self._preempted, self._queue)
         self._last_number = -1
         self._in_flight: Pass | None = None
         self._unpassed: list[tuple[Sequence, tuple[int, ...]]] = []  # swapped out by a pass without chunks
@@ -150,7 +152,7 @@ class Scheduler:
         most_rows = self._sets.most_rows(num_pages, self._running)
         most_running = order.most_running(self._max_sequences)
         budget = min(self._token_budget, order.most_tokens or self._token_budget)
-        claims, gave_way = self._give_way(new_pass, budget, most_running)
+        claims, gave_way = self._preemption.give_way(new_pass, budget, most_running)
         num_left = self._schedule_running(new_pass, num_pages, most_rows, claims, budget, order)
         sequence: Sequence | None = None
         while num_left and len(self._running) < most_running and len(new_pass.chunks) < most_rows:
@@ -158,7 +160,7 @@ class Scheduler:
             if sequence is None or self._sets.waits(sequence) or (gave_way and sequence.is_background):
                 break
             while not (is_admitted := self._admit(sequence, num_left, new_pass)):
-                if not self._preempt_for(sequence, new_pass):
+                if not self._preemption.preempt_for(sequence, new_pass):
                     break
                 gave_way = True
             if not is_admitted:
@@ -277,43 +279,6 @@ class Scheduler:
             return waiting
         return resumed
 
-    def _give_way(self, new_pass: Pass, budget: int, most_running: int) -> tuple[Claims, bool]:
-        """Preempt background sequences for the claims of others; returns the claims, and whether any was preempted."""
-        prompt, running = self._running.prompt, self._running
-        if not running.has_background:
-            return Claims(), False
-        waiting = [*self._preempted.foreground(), *self._queue.foreground()]
-        claims = Claims.of(prompt, waiting, budget, self.pool)
-        if not claims.num_tokens:
-            return claims, False
-        num_running, most = len(running), max(most_running - claims.num_rows, 0)
-        if prompt is not None and prompt.is_background:
-            self._preempt(prompt, new_pass)
-        num_pages = claims.num_pages + sum(map(self._needs_page, running.decodes()))
-        while (last := running.last) is not None and last.is_background:
-            if len(running) <= most and self._allocator.num_free_for_prompts(len(running)) >= num_pages:
-                break
-            num_pages -= self._needs_page(last)
-            self._preempt(last, new_pass)
-        return claims, len(running) < num_running
-
-    def _needs_page(self, sequence: Sequence) -> bool:
-        """Whether the next token of a running sequence lies on a page that it has to get."""
-        return sequence.num_computed >= len(sequence.pages) * self.pool.page_size
-
-    def _preempt_for(self, sequence: Sequence, new_pass: Pass) -> bool:
-        """Preempt the last background sequence, if it has no chunk in this pass, for one that got too few pages.
-
-        Its claims do not count the pages of the prefix cache that it shares, which are free until then.
-        """
-        last = self._running.last
-        if last is None or not last.is_background or sequence.is_background:
-            return False
-        if any(each is last for each in new_pass.chunks.sequences):
-            return False
-        self._preempt(last, new_pass)
-        return True
-
     def _schedule_running(
         self, new_pass: Pass, num_pages: int, most_rows: int, claims: Claims, budget: int, order: PassOrder
     ) -> int:
@@ -381,17 +346,8 @@ class Scheduler:
             return self._allocator.extend(sequence, end, self._allocator.num_free_for_prompts(len(self._running) - 1))
         while not self.pool.num_free and (last := self._running.last) is not sequence:
             assert last is not None, "the sequence runs"
-            self._preempt(last, new_pass)
+            self._preemption.preempt(last, new_pass)
         return self._allocator.extend(sequence, end, self.pool.num_free)
-
-    def _preempt(self, last: Sequence, new_pass: Pass) -> None:
-        """Preempt the last running sequence, which has no chunk in the pass yet."""
-        self._running.remove(last)
-        pages = tuple(last.pages[last.num_dropped : self.pool.pages_for(last.num_computed)])  # without wrong guesses
-        self._preempted.add(last, len(pages))
-        if last.state is SequenceState.SWAPPED:
-            new_pass.swapped_out.append((last, pages))
-        self.pool.release(last)
 
     def _admit(self, sequence: Sequence, num_left: int, new_pass: Pass) -> bool:
         """Start a waiting or preempted sequence with a chunk in this pass; returns False if pages run short."""
