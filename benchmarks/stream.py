@@ -32,8 +32,9 @@ from result import keep, publish
 import zinfer
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.stats import RunStats
+from zinfer.planning.block_work import find_work
 from zinfer.planning.memory import Request, find_footprint
-from zinfer.planning.step_time import PassClock, Prediction, find_work
+from zinfer.planning.step_time import PassClock, Prediction
 from zinfer.probe.known_rates import known_rates
 
 _GATE_LAYERS = 5

@@ -15,11 +15,12 @@ from zinfer.config import Offload, Settings, resolve_settings
 from zinfer.model.outline import Outline, read_outline
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
+from zinfer.planning.block_work import BlockWork, between_bytes, find_work
 from zinfer.planning.memory import Footprint, Request
 from zinfer.planning.placement import Plan
 from zinfer.planning.plan import Case, plan_batch
 from zinfer.planning.presets import PRESETS
-from zinfer.planning.step_time import BlockWork, PassClock, Prediction, between_bytes, find_work
+from zinfer.planning.step_time import PassClock, Prediction
 from zinfer.probe.rates import Rates
 
 NUM_BLOCKS = 4

@@ -15,9 +15,10 @@ from zinfer.errors import ConfigError
 from zinfer.model.build import find_dtype
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
+from zinfer.planning.block_work import find_work
 from zinfer.planning.memory import Footprint, Request, find_footprint
 from zinfer.planning.placement import Plan
-from zinfer.planning.step_time import PassClock, PassTime, Prediction, find_work
+from zinfer.planning.step_time import PassClock, PassTime, Prediction
 from zinfer.probe.known_rates import known_rates
 from zinfer.probe.rates import Rates
 

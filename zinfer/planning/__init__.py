@@ -7,6 +7,7 @@ From a configuration to a plan, one file per step:
     memory          KV cache and activations of a request, and the memory left for weights
     kv_budget       the same for continuous batching: pages, and tokens per pass
     placement       the home of each block, and the buffers that stream the rest (host_placement: the host's part)
+    block_work      what a pass computes and moves for each block
     step_time       seconds per pass, by resource
     simulation      the passes of a job
     job_estimator   their seconds

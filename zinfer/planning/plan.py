@@ -8,11 +8,12 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.model.outline import Outline
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
+from zinfer.planning.block_work import BlockWork, find_work
 from zinfer.planning.device_cap import DeviceParts, naming_least_cap
 from zinfer.planning.memory import Footprint, Request, beside_request, find_footprint, weight_budget
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.planning.presets import Machine
-from zinfer.planning.step_time import BlockWork, PassClock, Prediction, find_work
+from zinfer.planning.step_time import PassClock, Prediction
 from zinfer.probe.limits import MachineLimits
 from zinfer.ranks.mesh import ALONE, Mesh
 from zinfer.units import human_bytes
