@@ -201,6 +201,7 @@ def compared(*rivals: str, tmp_path: Path) -> tuple[list[dict[str, Any]], str]:
     return json.loads(found.stdout.splitlines()[-1])["compared"], found.stdout
 
 
+@pytest.mark.slow
 def test_a_rival_that_fails_is_said_beside_one_that_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_deepspeed(FAILING, tmp_path, monkeypatch)
     (accelerate, deepspeed), _ = compared("accelerate", "deepspeed", tmp_path=tmp_path)

@@ -224,5 +224,6 @@ def on_ranks(rank: int, gpt_neo: Path) -> None:
     test_the_older_spelling(pipe())
 
 
+@pytest.mark.slow
 def test_two_processes_run_them_unchanged(gpt_neo: Path) -> None:
     run_ranks(2, on_ranks, gpt_neo)

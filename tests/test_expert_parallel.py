@@ -310,6 +310,7 @@ def four(rank: int, jobs: list[Given], folder: Path, few: Path) -> tuple[list[Fo
     return computed(rank, jobs), refused(rank, folder, few)
 
 
+@pytest.mark.slow
 def test_an_expert_a_rank_and_replicas_of_two(tmp_path: Path) -> None:
     cases = families(tmp_path)
     folder, few = mixtral(tmp_path / "mixtral", 4), mixtral(tmp_path / "few", 3)

@@ -94,6 +94,7 @@ def test_a_cap_above_what_is_free_is_allowed_and_said(
     assert caplog.text.count(said) == 2
 
 
+@pytest.mark.slow
 def test_a_job_says_that_a_cap_is_above_what_is_free(tmp_path: Path) -> None:
     letters_model(tmp_path / "model", num_layers=2)
     write_rows(tmp_path / "in.jsonl", prompt_rows(3))

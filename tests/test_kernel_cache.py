@@ -192,6 +192,7 @@ def test_a_killed_compilation_leaves_nothing_that_hurts(
     assert wanted.startswith("[")
 
 
+@pytest.mark.slow
 def test_a_killed_warmup_notes_nothing_and_a_job_runs(tmp_path: Path) -> None:
     """On a CPU the command refuses, so this runs what it calls."""
     model, kernels = letters_model(tmp_path / "model", num_layers=2), tmp_path / "kernels"

@@ -99,6 +99,7 @@ def first_together(rank: int, jobs: list[Job], folder: Path) -> tuple[list[Compu
     return computed(rank, jobs), parting(rank, folder)
 
 
+@pytest.mark.slow
 def test_a_shared_part_computes_the_bits_of_an_unshared_one(folders: dict[str, Path]) -> None:
     """Of four ranks, each two divide a model, and each two hold the same part. At last their calls differ."""
     products = [job for mode in DIVISIONS for job in Job.of(folders, mode, None, zero=2, **{mode: 2})]

@@ -47,6 +47,7 @@ def test_a_batch_that_waits_is_cancelled_at_once(model: Path, tmp_path: Path) ->
         client.batches.cancel(first)
 
 
+@pytest.mark.slow
 def test_counts_do_not_fall_and_what_is_late_is_told(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path, "--files", "kept", prepare=(write_slowly, ())) as server:
         client = server.client()

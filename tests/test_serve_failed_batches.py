@@ -58,6 +58,7 @@ def test_rows_outlive_the_input_of_their_batch(model: Path, tmp_path: Path) -> N
         assert client.files.delete(client.batches.retrieve(name).output_file_id or "").deleted
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_batch_and_not_its_rows(model: Path, tmp_path: Path) -> None:
     """The next batch is computed."""
     rows = [text("bad", model="nope")]

@@ -196,6 +196,7 @@ def ask_twice(server: Server) -> list[tuple[int, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_connection_that_waits_for_its_next_request_stays(at_once: dict[str, Future[Any]]) -> None:
     first, again = at_once["waits"].result()
     assert first[0] == 200

@@ -58,6 +58,7 @@ def test_files_and_batches_are_their_keys(server: Server, folder: Path, model: P
     assert OTHER.encode() not in kept
 
 
+@pytest.mark.slow
 def test_a_priority_does_not_shut_out_another_key(server: Server) -> None:
     own, other = server.client(), server.client(api_key=OTHER)
     urgent: Any = {"model": "letters", "prompt": "a", "max_tokens": 100}

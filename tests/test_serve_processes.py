@@ -110,6 +110,7 @@ def be_impatient() -> None:
     replica._MOST_SILENT_S = 2  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_is_killed(model: Path, tmp_path: Path) -> None:
     """Its requests that have got nothing yet are answered by the other one."""
     how: dict[str, Any] = {"prepare": (be_impatient, ()), "warms_others": False}
@@ -158,6 +159,7 @@ def test_sigterm_lets_requests_end_and_leaves_nothing(server: Server) -> None:
     assert not any(Path(f"/proc/{each}").exists() for each in replicas)
 
 
+@pytest.mark.slow
 def test_requests_that_outlast_the_drain_are_told_so(model: Path, tmp_path: Path) -> None:
     """The replica stands still meanwhile, so that none of them ends by itself; one has not arrived as a whole."""
     how: dict[str, Any] = {"warms_others": False, "key": None}

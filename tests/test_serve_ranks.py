@@ -14,7 +14,7 @@ from test_ranks_hang import HANGING
 REQUEST = {"prompt": "ab", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_whose_disk_hangs_is_started_again_with_the_others(tmp_path: Path, rank: int) -> None:
     """Reads hang from when the file that is named as the output of a job has a byte."""

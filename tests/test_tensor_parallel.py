@@ -81,6 +81,7 @@ def check_families(folder: Path, wanted: list[str], size: int) -> None:
     check_alike(several, alone, [path.name for path, _ in jobs])
 
 
+@pytest.mark.slow
 def test_plans_and_fused_products_on_four_ranks(tmp_path: Path) -> None:
     """Two heads of keys on four ranks, biases, experts, and all orders of fused products; 131 tokens."""
     names = ["Qwen2ForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "GPT2LMHeadModel", "FalconForCausalLM"]

@@ -137,6 +137,7 @@ def in_activation_order(
     return computed(rank, jobs), computed(rank, [(parts, *jobs[0][1:])]), texts(rank, folders[0], config(2))
 
 
+@pytest.mark.slow
 def test_groups_of_columns_in_activation_order(tmp_path: Path) -> None:
     """Of three groups one rank has two; six heads, of which either has three, are 96 columns."""
     shape = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 6}
