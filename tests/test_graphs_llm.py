@@ -16,6 +16,7 @@ from ragged_models import tiny_model
 from zinfer import LLM, SamplingParams
 from zinfer.batching.pass_bucket import PassBucket, find_bucket
 from zinfer.batching.ragged import BatchBuilder
+from zinfer.graphs import forward_graphs
 from zinfer.graphs.forward_graphs import FIRST
 from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.schedule import Chunk, Chunks
@@ -77,6 +78,22 @@ def test_captures_tell_a_latency_nothing(
             sizes.clear()
             llm.generate(by_ids(prompts[:1]), GREEDY)
             assert sizes == [1] * num_observed
+
+
+def test_a_form_whose_graph_was_dropped_has_to_recur(
+    folder: Path, prompts: list[list[int]], open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward_graphs, "_MOST_GRAPHS", 1)
+    with open_llm(folder) as llm:
+        graphs = llm._graphs
+        assert graphs is not None
+        graphs.patience = 3
+        for count, num_captured in ((1, 1), (2, 2), (1, 3)):
+            before = sum(graphs.counts.eager.values())
+            llm.generate(by_ids(prompts[:count]), GREEDY)
+            # Its prompts are a form of their own, which is rare.
+            assert sum(graphs.counts.eager.values()) - before == 1 + graphs.patience
+            assert graphs.counts.captured == num_captured
 
 
 @pytest.mark.sampled(2)

@@ -19,7 +19,7 @@ from zinfer.graphs.masks import spared
 from zinfer.graphs.no_sync import NoSyncMode
 from zinfer.graphs.splits import GraphSplits
 
-_MOST_GRAPHS: Final = 64  # an `LLM` has some 30 forms
+_MOST_GRAPHS: Final = 64  # an `LLM` of a few dozen rows has some 30 forms
 _MOST_PIECES: Final = 512
 """In total, unless one form alone has more: the driver keeps some device memory for each."""
 _MOST_FORMS: Final = 1024  # remembered; the oldest is forgotten first
@@ -160,7 +160,8 @@ class ForwardGraphs:
         if self._has_too_many_with(graph):
             raise self._never(form, "too many graphs of other forms")
         if len(self._graphs) == _MOST_GRAPHS:
-            self._graphs.popitem(last=False)
+            dropped, _ = self._graphs.popitem(last=False)
+            self._seen[dropped] = 0  # to be captured again it has to recur: more forms than graphs may come in turn
 
     def _has_too_many_with(self, graph: "_Graph") -> bool:
         pieces = [each.num_pieces for each in self._graphs.values()]
