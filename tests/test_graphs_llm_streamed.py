@@ -220,5 +220,7 @@ def test_by_default_where_python_would_be_slower_than_the_link(
         for _ in range(2):
             assert llm.generate(by_ids(prompts[:1]), GREEDY)[0].token_ids == alone[0]
         assert (llm.graphs.replayed > 0) == replays, llm.graphs
+        assert llm._runner.padded_sizes
+        assert not llm._estimator.padded_sizes, "tokens of streamed weights are free beyond these"
         # The first pass streams in any case.
         assert (llm.graphs.eager[LINK] > 1) == (most_bytes == 100 and not lends), llm.graphs

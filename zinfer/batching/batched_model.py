@@ -158,7 +158,8 @@ class BatchedModel:
             settings.batching.max_token_latency_s,
             self._model.num_gathering,
             usual_tokens=self._short_pass() if interactive else None,
-            padded_sizes=self._runner.padded_sizes,
+            # What streams is seldom replayed, and has tokens to spare: a target need not stop at a size.
+            padded_sizes=() if self._model.plan.streamed_bytes else self._runner.padded_sizes,
         )
         if (note := describe_unreachable(self._estimator)) is not None and not isinstance(lockstep, Follower):
             log.warning(note)
