@@ -136,13 +136,13 @@ def text_of(number: int, length: int, pages: list[int]) -> TokenSequence:
     lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=70),
     page_size=st.sampled_from([1, 16, 64]),
     is_prompt=st.integers(0, 100),
-    most_tokens=st.sampled_from([0, 66, 2000]),
+    most_tokens=st.sampled_from([0, 79, 80, 2000]),
 )
 def test_buckets_hold_their_passes(lengths: list[int], page_size: int, is_prompt: int, most_tokens: int) -> None:
     texts = [text_of(number, length, list(range(-(-length // page_size)))) for number, length in enumerate(lengths)]
     chunks = [Chunk(text, length - 1, length, True) for text, length in zip(texts, lengths, strict=True)]
     bucket = find_bucket(Chunks(chunks), page_size, most_tokens)
-    assert (bucket is None) == (len(chunks) > max(64, most_tokens))
+    assert (bucket is None) == (len(chunks) > 64 and most_tokens < 80), "80 rows with padding"
     if is_prompt < len(chunks) and lengths[is_prompt] > 1:
         several = [*chunks]
         several[is_prompt] = chunks[is_prompt]._replace(begin=lengths[is_prompt] - 2)

@@ -7,7 +7,7 @@ from typing import Final
 from zinfer.planning.pass_sizes import MOST_REPLAYED_TOKENS, REPLAYED_TOKENS, round_up
 from zinfer.scheduling.schedule import Chunk, Chunks
 
-_FEWEST_ROWS: Final = 64  # that are replayed wherever anything is
+_FEWEST_ROWS: Final = 64  # so many are replayed wherever anything is
 _FEWEST_TOKENS: Final = 1024  # of a context
 _FEWEST_PROMPT_TOKENS: Final = 4096  # of one beside prompts: such passes have many sizes already
 _SEGMENTS: Final = (16, 64, 128, 256, 512, MOST_REPLAYED_TOKENS)
@@ -49,9 +49,10 @@ def find_bucket(
     """Return the bucket of a pass; None if it has none, or would have several parts.
 
     Args:
-        most_tokens: of a pass; a few decodes have a bucket anyway.
+        most_tokens: of a pass, with padding; a few decodes have a bucket anyway.
     """
-    if len(chunks) > max(_FEWEST_ROWS, min(most_tokens, MOST_REPLAYED_TOKENS)) or chunks.extra_logits:
+    most_rows = max(_FEWEST_ROWS, min(most_tokens, MOST_REPLAYED_TOKENS))
+    if _padded_rows(len(chunks)) > most_rows or chunks.extra_logits:
         return None
     sizes = [end - begin for begin, end in zip(chunks.begins, chunks.ends, strict=True)]
     if all(chunks.samples) and max(sizes) == 1:
@@ -64,7 +65,10 @@ def find_bucket(
 
 
 def _padded_rows(count: int) -> int:
-    """Return a number of rows that few others share: a power of two up to 8, one in 8 of the power above it behind."""
+    """Return the rows that so many are padded to: a power of two up to 8, then a multiple of 8.
+
+    Above 64, a multiple of an eighth of the next power of two.
+    """
     return round_up(count, max(8, 1 << (count - 1).bit_length() >> 3))
 
 
