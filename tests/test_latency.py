@@ -16,8 +16,8 @@ from paged_engine import completion
 from test_scheduler_workloads import ROWS, Room, Row, Workload
 
 from zinfer import LLM, AsyncLLM
-from zinfer.batching import batched_model
 from zinfer.errors import ConfigError
+from zinfer.planning import pass_sizes
 from zinfer.planning.job_estimator import JobEstimator
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.latency import describe_latency, describe_unreachable, predict_latency, usual_lengths
@@ -172,8 +172,8 @@ def test_an_llm_keeps_to_the_order_and_says_what_it_says_without(
 def test_passes_are_short_where_somebody_waits(
     config: dict[str, Any], most: int | None, folder: Any, prompts: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batched_model, "_SHORT_PASS_TOKENS", 16)
-    monkeypatch.setattr(batched_model, "_SHORT_PASS_PRODUCTS", 1000)
+    monkeypatch.setattr(pass_sizes, "_SHORT_PASS_TOKENS", 16)
+    monkeypatch.setattr(pass_sizes, "_SHORT_PASS_PRODUCTS", 1000)
 
     async def complete(llm: AsyncLLM) -> None:
         found = [each async for each in llm.stream(by_ids(prompts), max_new_tokens=NUM_NEW)]
@@ -184,9 +184,10 @@ def test_passes_are_short_where_somebody_waits(
         asyncio.run(complete(llm))
         largest = max(size.num_tokens for size in llm.llm._batcher.pass_sizes)
         assert largest == most if most is not None else largest > 16
-        monkeypatch.setattr(batched_model, "_SHORT_PASS_PRODUCTS", 10**12)
-        short = llm.llm._short_pass()
-        assert short is None or short > 10**6, "a small model"
+
+
+def test_small_models_have_larger_passes() -> None:
+    assert [pass_sizes.short_pass_tokens(10**exponent) for exponent in (6, 8, 10)] == [10**6, 10**4, 1024]
 
 
 def test_a_time_that_cannot_be_reached_is_said_once(folder: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from zinfer.batching.batcher import Batcher
 from zinfer.batching.draft_model import SmallModel, open_drafter
 from zinfer.batching.following_loop import FollowingLoop
-from zinfer.batching.lockstep import Follower, open_lockstep
+from zinfer.batching.lockstep import Follower, Leader, open_lockstep
 from zinfer.batching.pass_meter import PassMeter
 from zinfer.batching.request import RequestBuilder
 from zinfer.batching.runner import PassRunner, open_pages
 from zinfer.batching.serving_loop import ServingLoop
 from zinfer.batching.speculating import open_speculation
-from zinfer.batching.stage_tokens import open_tokens
+from zinfer.batching.stage_tokens import StageTokens, open_tokens
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.division import Prepare
@@ -39,6 +39,7 @@ from zinfer.planning.job_estimator import JobEstimator, JobPrediction
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.latency import ServingLatency, describe_unreachable, predict_latency
 from zinfer.planning.memory import Footprint
+from zinfer.planning.pass_sizes import short_pass_tokens
 from zinfer.planning.placement import Plan
 from zinfer.probe.limits import MachineLimits
 from zinfer.requests.prompt_encoder import find_tokenizer
@@ -48,11 +49,6 @@ from zinfer.scheduling.schedule import PassSize
 from zinfer.scheduling.speculation import Speculation
 
 log = logging.getLogger("zinfer")
-
-_SHORT_PASS_TOKENS: Final = 1024
-"""Larger passes of Llama-3-8B complete no more tokens a second on an H200."""
-_SHORT_PASS_PRODUCTS: Final = 10**12
-"""Tokens times parameters: 4 ms at 500 TFLOP/s. Python needs longer to schedule hundreds of sequences."""
 
 BesideLoad = Callable[[DeviceParts, BatchingBudget], AbstractContextManager[object]]
 
@@ -150,16 +146,8 @@ class BatchedModel:
         if interactive and self._graphs is not None:
             self._graphs.patience = 1  # a server lives long, and its first users wait, too
         self._runner = PassRunner(self._model, self._cache, self._graphs)
-        self._estimator = JobEstimator(
-            budget,
-            window,
-            token_bytes,
-            self._model.estimator.pass_time,
-            settings.batching.max_token_latency_s,
-            self._model.num_gathering,
-            usual_tokens=self._short_pass() if interactive else None,
-            # What streams is seldom replayed, and has tokens to spare: a target need not stop at a size.
-            padded_sizes=() if self._model.plan.streamed_bytes else self._runner.padded_sizes,
+        self._estimator = self._open_estimator(
+            budget, window, token_bytes, settings.batching.max_token_latency_s, interactive
         )
         if (note := describe_unreachable(self._estimator)) is not None and not isinstance(lockstep, Follower):
             log.warning(note)
@@ -172,11 +160,37 @@ class BatchedModel:
             self._cache,
             Sampler(vocab_size, device, budget.part_logits),
             budget,
+            self._estimator,
             window,
             tokens,
-            self._estimator,
             self._speculation,
         )
+        self._loop = self._open_loop(lockstep, draft, tokens)
+        self._loop.close_with(self)
+
+    def _open_estimator(
+        self, budget: BatchingBudget, window: int | None, token_bytes: int, latency_s: float | None, interactive: bool
+    ) -> JobEstimator:
+        """Return what predicts passes and limits their tokens."""
+        model, streams = self._model, self._model.plan.streamed_bytes > 0
+        is_short = interactive and not streams and not self.has_experts
+        num_params = sum(each.block.layout.numel for each in model.estimator.blocks)
+        return JobEstimator(
+            budget,
+            window,
+            token_bytes,
+            model.estimator.pass_time,
+            latency_s,
+            model.num_gathering,
+            usual_tokens=short_pass_tokens(num_params) if is_short else None,
+            # What streams is seldom replayed, and has tokens to spare: a target need not stop at a size.
+            padded_sizes=() if streams else self._runner.padded_sizes,
+        )
+
+    def _open_loop(
+        self, lockstep: Leader | Follower | None, draft: SmallModel | None, tokens: StageTokens | None
+    ) -> ServingLoop:
+        """Return the loop that runs the passes, and closes everything at its end."""
         closers = (
             *([draft.close] if draft is not None else []),
             *([tokens.close] if tokens is not None else []),
@@ -187,19 +201,9 @@ class BatchedModel:
             self._runner.close,
             self._builder.close,
         )
-        self._loop = (
-            FollowingLoop(self._batcher, device, closers, lockstep, self._builder.receive)
-            if isinstance(lockstep, Follower)
-            else ServingLoop(self._batcher, device, closers, lockstep)
-        )
-        self._loop.close_with(self)
-
-    def _short_pass(self) -> int | None:
-        """Return the tokens of passes that are short and lose no time; None if a pass has to read weights for long."""
-        if self._model.plan.streamed_bytes or self.has_experts:
-            return None
-        num_params = sum(each.block.layout.numel for each in self._model.estimator.blocks)
-        return max(_SHORT_PASS_TOKENS, _SHORT_PASS_PRODUCTS // num_params)
+        if isinstance(lockstep, Follower):
+            return FollowingLoop(self._batcher, self.device, closers, lockstep, self._builder.receive)
+        return ServingLoop(self._batcher, self.device, closers, lockstep)
 
     def _open_builder(self, settings: Settings, tokenizer: Any) -> None:
         """Find what prompts must fit, and open what makes requests of them."""

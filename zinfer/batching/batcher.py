@@ -58,9 +58,9 @@ class Batcher:
         cache: the runner's cache.
         sampler: chooses the tokens.
         budget: sizes of the passes and of the cache.
+        estimator: limits the tokens of passes.
         window: the most tokens that any layer attends to; None if a layer attends to all.
         tokens: brings tokens from the last stage of a pipeline to the others.
-        estimator: limits the tokens of passes; None: only the budget does.
         speculation: guesses tokens; None: nothing does.
     """
 
@@ -70,12 +70,12 @@ class Batcher:
         cache: PageCache,
         sampler: Sampler,
         budget: BatchingBudget,
+        estimator: JobEstimator,
         window: int | None = None,
         tokens: StageTokens | None = None,
-        estimator: JobEstimator | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        self._estimator = estimator
+        self._estimator, self._target = estimator, estimator.target
         self._speculation = speculation
         self._events: list[Event] = []  # of tokens that were taken for a pass's guesses
         self._runner = runner
@@ -116,7 +116,7 @@ class Batcher:
 
         One rank's order is for all in step.
         """
-        order = USUAL if self._estimator is None else self._estimator.order
+        order = self._estimator.order
         if self._speculation is None or not self._scheduler.is_decoding:
             return order
         most = self._speculation.most_guesses(self._scheduler.num_running)
@@ -253,9 +253,8 @@ class Batcher:
             return scorer.sampled, scorer
         begin_s = time.perf_counter()
         logits = self._runner.run(batch)
-        target = None if self._estimator is None else self._estimator.target
-        if target is not None and bucket is None and self._cache.device.type == "cuda":
-            target.observe_launch(time.perf_counter() - begin_s)
+        if self._target is not None and bucket is None and self._cache.device.type == "cuda":
+            self._target.observe_launch(time.perf_counter() - begin_s)
         return logits if bucket is None else logits[: sum(scheduled.chunks.samples)], None
 
     def _draw(self, scheduled: Pass, computed: tuple[torch.Tensor, PromptScorer | None] | None) -> Drawing:
@@ -312,9 +311,8 @@ class Batcher:
         self.pass_ends_s.append(time.perf_counter())
         size = self.pass_sizes[len(self.pass_ends_s) - 1]
         self.meter.end(size.num_tokens)
-        target = None if self._estimator is None else self._estimator.target
-        if target is not None and len(self.pass_ends_s) > 1 and is_settled:
-            target.observe(size.num_tokens, self.pass_ends_s[-1] - self.pass_ends_s[-2])
+        if self._target is not None and len(self.pass_ends_s) > 1 and is_settled:
+            self._target.observe(size.num_tokens, self.pass_ends_s[-1] - self.pass_ends_s[-2])
         if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # the batcher has not been idle for days
             del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]
 

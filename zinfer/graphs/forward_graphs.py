@@ -57,8 +57,8 @@ class ForwardGraphs:
         patience: as the argument, from now on.
         cuts: splits at blocks that stream.
         counts: of captures and replays.
-        is_settled: whether forwards of the last one's form will take as long as it did: it was not captured, and it
-            will not be.
+        is_settled: whether the next forward of the last one's form will take as long: the last one was not captured,
+            and no later one will be.
     """
 
     def __init__(

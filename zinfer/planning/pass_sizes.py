@@ -31,6 +31,11 @@ _FEW_LOGIT_ROWS: Final = 64
 _RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
 
 
+_SHORT_PASS_TOKENS: Final = 1024  # larger passes of Llama-3-8B complete no more tokens a second on an H200
+# Tokens times parameters: 4 ms at 500 TFLOP/s. Python needs longer to schedule hundreds of sequences.
+_SHORT_PASS_PRODUCTS: Final = 10**12
+
+
 class PassSizes(NamedTuple):
     """Maximum tokens per pass, per part of it, sequences at once, and logits sampled at once; bytes of activations."""
 
@@ -55,6 +60,15 @@ def round_up(count: int, step: int) -> int:
     if count <= step:
         return 1 << (count - 1).bit_length() if count else 0
     return align_up(count, step)
+
+
+def short_pass_tokens(num_params: int) -> int:
+    """Return the tokens of passes that are short, and complete as many tokens a second as larger ones.
+
+    Args:
+        num_params: of a model whose weights are resident, and which computes each token with all of them.
+    """
+    return max(_SHORT_PASS_TOKENS, _SHORT_PASS_PRODUCTS // num_params)
 
 
 def find_pass_sizes(

@@ -45,7 +45,7 @@ class LatencyTarget:
         self._seconds.observe(num_tokens, seconds)
 
     def observe_launch(self, seconds: float) -> None:
-        """Take the seconds in which Python launched the kernels of a pass with prompts.
+        """Take the seconds in which Python launched the kernels of a pass that is not replayed.
 
         Some are longer, because the device's queue was full.
         """
