@@ -12,6 +12,7 @@ from zinfer.ranks.peer_communicator import PeerCommunicator
 
 pytestmark = pytest.mark.gpu
 SIZES = (1, 1000, 3 << 18, 5 << 20)  # within one piece of the buffer, read as a whole or by ranges, and in pieces
+NUM_REPLAYS = 100
 
 
 def values(rank: int, num: int, dtype: torch.dtype) -> torch.Tensor:
@@ -52,6 +53,44 @@ def exchanged(rank: int, size: int) -> list[str]:
     torch.cuda.synchronize()
     ranks.close()
     return wrong
+
+
+def replayed_sums(rank: int, size: int) -> list[str]:
+    """Sums of one kernel and sums by ranges in one graph, replayed with new values; returns what is wrong."""
+    group = join_group("cuda")
+    assert group is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    ranks = ModelRanks(group, device, Mesh(tensor=size))
+    parts = ranks.communicator(("tensor",))
+    nums = (1 << 18, 3 << 18, 3 << 20, 1 << 10, 7 << 18)
+    places = [torch.zeros(num, dtype=torch.float16, device=device) for num in nums]
+    for place in places:
+        parts.all_reduce(place * 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        sums = [parts.all_reduce(each * 2) for _ in range(3) for each in places]
+    draws = [torch.Generator(device).manual_seed(each) for each in range(size)]
+    wrong = []
+    for turn in range(NUM_REPLAYS):
+        own = [[torch.randn(num, generator=draw, device=device).half() for num in nums] for draw in draws]
+        for place, each in zip(places, own[rank], strict=True):
+            place.copy_(each)
+        if turn % size == rank:
+            torch.cuda._sleep(2_000_000)  # about a millisecond, which the others wait for
+        graph.replay()
+        totals = [sum((2 * each).float() for each in ranked).half() for ranked in zip(*own, strict=True)]
+        for at, found in enumerate(sums):
+            if not torch.equal(found, totals[at % len(nums)]):
+                wrong.append(f"sum of {nums[at % len(nums)]} in replay {turn}")
+    torch.cuda.synchronize()
+    del graph
+    ranks.close()
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_replayed_sums_are_those_of_one_process(size: int) -> None:
+    assert run_ranks(size, replayed_sums, size) == [[]] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -332,12 +332,16 @@ def replayed(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[tu
 
 
 def many_rows(rank: int, folder: Path, size: int) -> tuple[list[tuple[int, ...]], int, int]:
-    """Greedy tokens, and how many passes there were and were replayed, once their forms are known."""
+    """Greedy tokens, and how many passes there were and were replayed, once their forms are known.
+
+    Sums of more than 256 rows are by ranges.
+    """
     draw = torch.Generator().manual_seed(0)
-    prompts = [{"prompt_token_ids": torch.randint(3, 250, (60 + at,), generator=draw).tolist()} for at in range(100)]
+    sizes = [20 + at % 60 for at in range(400)]
+    prompts = [{"prompt_token_ids": torch.randint(3, 250, (size,), generator=draw).tolist()} for size in sizes]
     params = zinfer.SamplingParams(max_new_tokens=12, ignore_eos=True)
     settings = {"tensor_parallel": {"tp_size": size}, "enable_cuda_graph": True}
-    with zinfer.LLM(folder, settings, device="cuda", tokens_per_pass=700, speculate="off") as llm:
+    with zinfer.LLM(folder, settings, device="cuda", tokens_per_pass=1024, speculate="off") as llm:
         for _ in range(3):
             llm.reset_prefix_cache()
             replayed, passes = llm.graphs.replayed, llm.num_passes
@@ -352,9 +356,10 @@ def test_many_rows_of_divided_layers_are_replayed(tmp_path: Path) -> None:
     LlamaForCausalLM(wide).save_pretrained(tmp_path)
     wanted, passes, _ = many_rows(0, tmp_path, 1)
     for found, own, num_replayed in run_ranks(2, many_rows, tmp_path, 2):
-        assert sum(one == other for one, other in zip(found, wanted, strict=True)) >= 95
+        alike = sum(one == other for one, other in zip(found, wanted, strict=True))
+        assert alike >= 380
         assert own == passes
-        assert num_replayed > passes // 4, "those of decodes alone"
+        assert num_replayed > passes // 2
 
 
 @pytest.mark.gpu

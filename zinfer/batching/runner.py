@@ -24,7 +24,6 @@ from zinfer.model.module_patches import ModulePatches
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.pass_sizes import REPLAYED_TOKENS, logit_rows
-from zinfer.ranks.peer_communicator import MOST_READ_BYTES
 from zinfer.scheduling.schedule import Chunks
 
 _LAUNCHED_PRODUCTS: Final = 300_000_000_000
@@ -66,8 +65,7 @@ def with_few_counts(batch: RaggedBatch) -> RaggedBatch:
 def _most_replayed_tokens(model: StreamedModel, graphs: ForwardGraphs | None) -> int:
     """Return the most tokens of a pass that Python takes longer to launch than the device to compute; 0: no graphs.
 
-    Ranks that divide layers have parts of different sizes, and agree. Their sums are those that one kernel computes:
-    larger ones in a graph have not been compared with those of one process.
+    Ranks that divide layers may have parts of different sizes, and agree.
     """
     if graphs is None:
         return 0
@@ -75,8 +73,7 @@ def _most_replayed_tokens(model: StreamedModel, graphs: ForwardGraphs | None) ->
     most = _LAUNCHED_PRODUCTS // largest
     if model.ranks is None or model.ranks.mesh.num_dividing == 1:
         return most
-    token_bytes = model.module.config.get_text_config().hidden_size * model.module.dtype.itemsize
-    return min(map(int, model.ranks.exchange(min(most, MOST_READ_BYTES // token_bytes))))
+    return min(map(int, model.ranks.exchange(most)))
 
 
 class PassRunner:
