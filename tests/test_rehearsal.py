@@ -171,7 +171,7 @@ def test_a_job_on_random_weights_rehearses_over_its_file(
     done: list[bool] = []
     compute = rehearsal.compute_passes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehearsal, "compute_passes", lambda llm, *_: done.append(compute(llm, "all of them")) or done[-1])
+        patch.setattr(rehearsal, "compute_passes", lambda llm, *_: done.append(compute(llm)) or done[-1])
         assert run_bench(request).num_new_tokens == 12
         assert run_bench(request).num_new_tokens == 12
     assert done == [True], "what was compiled is compiled once"

@@ -126,7 +126,7 @@ class Rehearsal:
         config.pop("zero_optimization", None)  # the few layers stay on the device
         config["enable_cuda_graph"] = False  # a capture forbids what the load does meanwhile
         with LLM(self._model, config, prepare=FewLayers(self._prepare).prepare, **options) as llm:
-            if compute_passes(llm, self._model, self._is_loaded.is_set):
+            if compute_passes(llm, self._is_loaded.is_set):
                 self.note_passes()
 
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any, Final, Protocol, Self
 
 from zinfer.batching.async_llm import AsyncLLM
-from zinfer.batching.llm import LLM
 from zinfer.config import resolve_settings
 from zinfer.errors import CheckpointError, ConfigError, PlanError, SilentRankError
+from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.request import Pooling
 from zinfer.planning.latency import LOADS, describe_latency, usual_lengths
 from zinfer.probe.limits import choose_device
@@ -21,6 +21,7 @@ from zinfer.ranks.rank_watch import watch_job
 from zinfer.serve.embedding_engine import EmbeddingEngine
 from zinfer.serve.engine_report import EngineReport
 from zinfer.serve.engine_requests import EngineRequests
+from zinfer.serve.first_passes import compute_first_passes
 from zinfer.serve.messages import (
     Alive,
     Cancel,
@@ -51,11 +52,20 @@ def compute(
         RuntimeError: the model's passes have ended by a failure.
         RankError: another rank failed.
     """
+
+    def load() -> AsyncLLM:
+        return AsyncLLM(model, config, beside_load=Rehearsal(model, config, stated).beside_load, **stated)
+
+    def load_warm() -> CompletionEngine:
+        loaded = load()
+        compute_first_passes(loaded.llm)
+        return CompletionEngine(loaded)
+
     with _failing_with_silent_ranks(config, stated, end):
         if own_rank() > 0:
-            with LLM(model, config, **stated):
+            with load().llm:
                 return
-        asyncio.run(run_engine(socket_path, lambda: CompletionEngine(AsyncLLM(model, config, **stated))))
+        asyncio.run(run_engine(socket_path, load_warm))
 
 
 @contextmanager
