@@ -186,6 +186,25 @@ def test_passes_are_short_where_somebody_waits(
         assert largest == most if most is not None else largest > 16
 
 
+def test_passes_of_the_background_are_larger_until_somebody_waits(
+    folder: Any, prompts: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_sizes, "_SHORT_PASS_TOKENS", 16)
+    monkeypatch.setattr(pass_sizes, "_SHORT_PASS_PRODUCTS", 1000)
+    with LLM(folder, device="cpu", kv_cache_memory="2MB", interactive=True) as llm:
+        sizes = llm._batcher.pass_sizes
+        found = llm.generate(by_ids(prompts), max_new_tokens=NUM_NEW, is_background=True)
+        assert [each.token_ids for each in found] == alone
+        assert max(size.num_tokens for size in sizes) == 64
+        behind = llm.prepare(by_ids(prompts), max_new_tokens=NUM_NEW, is_background=True)
+        waited = llm.prepare(by_ids(prompts), max_new_tokens=NUM_NEW)
+        llm.submit(waited)
+        llm.submit(behind)
+        assert [each.token_ids for each in sorted(waited, key=lambda each: each.prompt_index)] == alone
+        assert [each.token_ids for each in sorted(behind, key=lambda each: each.prompt_index)] == alone
+        assert max(size.num_tokens for size in sizes[:3]) == 16, "both wait"
+
+
 def test_small_models_have_larger_passes() -> None:
     assert [pass_sizes.short_pass_tokens(10**exponent) for exponent in (6, 8, 10)] == [10**6, 10**4, 1024]
 

@@ -12,7 +12,7 @@ from zinfer.ranks.peer_communicator import PeerCommunicator
 
 pytestmark = pytest.mark.gpu
 SIZES = (1, 1000, 3 << 18, 5 << 20)  # within one piece of the buffer, read as a whole or by ranges, and in pieces
-NUM_REPLAYS = 100
+NUM_REPLAYS = 20
 
 
 def values(rank: int, num: int, dtype: torch.dtype) -> torch.Tensor:

@@ -116,7 +116,7 @@ class Batcher:
 
         One rank's order is for all in step.
         """
-        order = self._estimator.order
+        order = self._estimator.patient_order if self._scheduler.is_patient else self._estimator.order
         if self._speculation is None or not self._scheduler.is_decoding:
             return order
         most = self._speculation.most_guesses(self._scheduler.num_running)

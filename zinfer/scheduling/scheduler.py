@@ -100,6 +100,12 @@ class Scheduler:
         return self._running.num_background
 
     @property
+    def is_patient(self) -> bool:
+        """Whether all sequences, running or waiting, are in the background."""
+        firsts = self._preempted.first(), self._queue.first(), next(iter(self._running), None)
+        return all(each is None or each.is_background for each in firsts)
+
+    @property
     def num_swapped_pages(self) -> int:
         """Number of pages swapped out."""
         return self._preempted.num_swapped_pages
