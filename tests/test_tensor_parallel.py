@@ -341,7 +341,9 @@ def many_rows(rank: int, folder: Path, size: int) -> tuple[list[tuple[int, ...]]
     prompts = [{"prompt_token_ids": torch.randint(3, 250, (size,), generator=draw).tolist()} for size in sizes]
     params = zinfer.SamplingParams(max_new_tokens=12, ignore_eos=True)
     settings = {"tensor_parallel": {"tp_size": size}, "enable_cuda_graph": True}
-    with zinfer.LLM(folder, settings, device="cuda", tokens_per_pass=1024, speculate="off") as llm:
+    with zinfer.LLM(
+        folder, settings, device="cuda", tokens_per_pass=1024, kv_cache_memory="1GB", speculate="off"
+    ) as llm:
         for _ in range(3):
             llm.reset_prefix_cache()
             replayed, passes = llm.graphs.replayed, llm.num_passes
