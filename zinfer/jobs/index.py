@@ -7,7 +7,7 @@ import hashlib
 import stat
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
@@ -82,17 +82,22 @@ class RowIndex:
         )
 
 
-def scan_input(path: Path, *, may_be_empty: bool = False) -> RowIndex:
+def scan_input(
+    path: Path, *, may_be_empty: bool = False, check: Callable[[Parsed], None] = lambda parsed: None
+) -> RowIndex:
     """Read the whole input and return its index.
 
+    Args:
+        check: called with each line; may raise UnusableInput.
+
     Raises:
-        UnusableInput: it cannot be read, holds no row, or two rows have the same id (names both lines).
+        UnusableInput: it cannot be read, holds no row, or two rows have the same id (names both lines); by ``check``.
         JobError: it changed during the scan.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UnusableInput(f"input {path} is not a regular file; it is read twice, so write it to a file first")
-        index = _scan(path)
+        index = _scan(path, check)
         if not index.num_rows and not may_be_empty:
             raise UnusableInput(f"input {path} holds no row; give one JSON object a line")
         shared = _shared_keys(index.keys)
@@ -103,11 +108,13 @@ def scan_input(path: Path, *, may_be_empty: bool = False) -> RowIndex:
         raise UnusableInput(f"input {path} cannot be read: {error.strerror} (errno {error.errno})") from error
 
 
-def _scan(path: Path) -> RowIndex:
+def _scan(path: Path, check: Callable[[Parsed], None]) -> RowIndex:
     digest, keys, sums = hashlib.sha256(), array("Q"), array("I")
     with path.open("rb") as file:
         for line in lines_of(_hashed(file, digest)):
-            keys.append(id_key(parse_line(line).id))
+            parsed = parse_line(line)
+            check(parsed)
+            keys.append(id_key(parsed.id))
             sums.append(_line_sum(line))
         size_bytes = file.tell()
     keys_N, sums_N = np.frombuffer(keys, dtype=np.uint64), np.frombuffer(sums, dtype=np.uint32)

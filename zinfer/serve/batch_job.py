@@ -21,7 +21,7 @@ from zinfer.jobs.output import OutputFile, RowWriter
 from zinfer.jobs.prompts import BatchCutter, Prompt, PromptReader, prefetch_iter
 from zinfer.jobs.records import Records
 from zinfer.jobs.request import UnusableInput
-from zinfer.jobs.rows import BadRow, Fault, Row, RowState, parse_line
+from zinfer.jobs.rows import BadRow, Fault, Parsed, Row, RowState
 from zinfer.jobs.versions import software
 from zinfer.requests.completion import Completion
 from zinfer.serve.errors import ApiError, RequestFailed
@@ -74,8 +74,7 @@ class BatchJob:
             UnusableInput: the input is no batch for this url; nothing was computed.
             JobError: the output cannot be written; whole rows in it are kept.
         """
-        index = scan_input(self._input)
-        self._check_lines(index)
+        index = scan_input(self._input, check=self._check_line)
         service = self._service
         tokenizer = deepcopy(service.tokenizer)
         with closing(service.prompts.new_encoder(tokenizer)) as encoder, closing(OutputFile(self._output)) as out:
@@ -127,17 +126,15 @@ class BatchJob:
         for _ in range(number):
             self._counts[self._unwritten.popleft()] += 1
 
-    def _check_lines(self, index: RowIndex) -> None:
-        for line in index.lines():
-            parsed = parse_line(line)
-            url = None if parsed.record is None else parsed.record.get("url")
-            if not parsed.is_openai:
-                problem = parsed.problem or "there is no custom_id"
-            elif url != self._url:
-                problem = f"its url is {url!r:.60}, and the batch's is {self._url!r}"
-            else:
-                continue
-            raise UnusableInput(f"line {line.number}: {problem}", line.number)
+    def _check_line(self, parsed: Parsed) -> None:
+        url = None if parsed.record is None else parsed.record.get("url")
+        if not parsed.is_openai:
+            problem = parsed.problem or "there is no custom_id"
+        elif url != self._url:
+            problem = f"its url is {url!r:.60}, and the batch's is {self._url!r}"
+        else:
+            return
+        raise UnusableInput(f"line {parsed.line}: {problem}", parsed.line)
 
     def _check_row(self, row: Row, line_number: int) -> BadRow | None:
         """Return the error of a row for another model or with long lists, which the routes would give it."""
