@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.serve.engine_process import tell_life
+from zinfer.serve.garbage import freeze_loaded
 from zinfer.serve.messages import Connection, Deltas, Ready, Submit, ToEngine
 from zinfer.serve.server import ServerOptions, serve
 from zinfer.serve.service import ServiceLimits
@@ -43,6 +44,7 @@ def main() -> None:
         return
     command = [sys.executable, __file__, "replica"]
     tokenizer = AutoTokenizer.from_pretrained(Path(sys.argv[1]))
+    freeze_loaded()  # as the command does
     serve(
         [command], tokenizer, ServerOptions(["stand-in"], port=0), ServiceLimits(), lambda text: print(text, flush=True)
     )

@@ -22,6 +22,7 @@ from zinfer.serve.embedding_engine import EmbeddingEngine
 from zinfer.serve.engine_report import EngineReport
 from zinfer.serve.engine_requests import EngineRequests
 from zinfer.serve.first_passes import compute_first_passes
+from zinfer.serve.garbage import freeze_loaded
 from zinfer.serve.messages import (
     Alive,
     Cancel,
@@ -122,6 +123,7 @@ async def run_engine(socket_path: str, load: Callable[[], Engine]) -> None:
     living = asyncio.create_task(tell_life(connection))
     try:
         async with await _load(connection, load, receiving) as engine:
+            freeze_loaded()
             await engine.serve(connection, messages)
     finally:
         receiving.cancel()
