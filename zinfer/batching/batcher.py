@@ -37,8 +37,8 @@ from zinfer.scheduling.speculation import Speculation
 
 _MOST_NOTED_PASSES: Final = 1 << 18
 _PIECE_LOGITS: Final = 1 << 25
-_PATIENT_AFTER_S: Final = 1.0  # chats whose answers end together are back within milliseconds
 """Logits of a pass that scores prompts are computed in pieces of so many, 64 MB in 16 bits."""
+_PATIENT_AFTER_S: Final = 1.0  # chats whose answers end together are back within milliseconds
 
 
 class Batcher:
