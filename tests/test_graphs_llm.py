@@ -167,6 +167,18 @@ def test_buckets_hold_their_passes(lengths: list[int], page_size: int, is_prompt
     assert set(part.places[len(chunks) :].tolist()) <= {int(plain.parts[0].places[-1])}
 
 
+def test_decodes_are_still_known_in_a_bucket() -> None:
+    """Their tokens are then read without an object for each chunk, which took most of a pass's time on the host."""
+    chunks = Chunks.of_decodes([text_of(number, 5, [number]) for number in range(60)])
+    chunks.append(Chunk(text_of(60, 9, [60]), 4, 9, False))
+    bucket = find_bucket(chunks, 16, 1024)
+    assert bucket is not None
+    filled = bucket.fill(chunks)
+    assert (filled.num_decodes, len(chunks)) == (60, 61)
+    assert [*filled][:61] == [*chunks]
+    assert sum(chunk.end - chunk.begin for chunk in filled) == bucket.num_tokens == 128
+
+
 @given(
     texts=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=20),
     page_size=st.sampled_from([1, 16, 64]),

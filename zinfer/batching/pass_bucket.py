@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from zinfer.planning.pass_sizes import MOST_REPLAYED_TOKENS, REPLAYED_TOKENS, round_up
-from zinfer.scheduling.schedule import Chunk, Chunks
+from zinfer.scheduling.schedule import Chunks
 
 _FEWEST_ROWS: Final = 64  # so many are replayed wherever anything is
 _FEWEST_TOKENS: Final = 1024  # of a context
@@ -34,13 +34,13 @@ class PassBucket:
         """As of `PagedLayout`."""
         return self.num_tokens if self.num_decodes is None else 1
 
-    def fill(self, chunks: Sequence[Chunk]) -> Chunks:
+    def fill(self, chunks: Chunks) -> Chunks:
         """Return the chunks, padded to the number of tokens."""
-        largest = max(reversed(chunks), key=_size_of)
-        missing, size = self.num_tokens - sum(map(_size_of, chunks)), _size_of(largest)
+        sizes = _sizes_of(chunks)
+        size, missing = max(sizes), self.num_tokens - sum(sizes)
+        largest = chunks[len(sizes) - 1 - sizes[::-1].index(size)]
         again = [min(size, missing - begin) for begin in range(0, missing, size)]
-        repeated = [largest._replace(begin=largest.end - count) for count in again]
-        return Chunks([*chunks, *repeated])
+        return chunks.followed_by(largest._replace(begin=largest.end - count) for count in again)
 
 
 def find_bucket(
@@ -54,7 +54,7 @@ def find_bucket(
     most_rows = max(_FEWEST_ROWS, min(most_tokens, MOST_REPLAYED_TOKENS))
     if _padded_rows(len(chunks)) > most_rows or chunks.extra_logits:
         return None
-    sizes = [end - begin for begin, end in zip(chunks.begins, chunks.ends, strict=True)]
+    sizes = _sizes_of(chunks)
     if all(chunks.samples) and max(sizes) == 1:
         count = _padded_rows(len(chunks))
         found: PassBucket | None = PassBucket(count, count, _num_pages(chunks, page_size, _FEWEST_TOKENS), count)
@@ -88,5 +88,5 @@ def _num_pages(chunks: Chunks, page_size: int, fewest_tokens: int) -> int:
     return -(-(1 << (most_tokens - 1).bit_length()) // page_size)
 
 
-def _size_of(chunk: Chunk) -> int:
-    return chunk.end - chunk.begin
+def _sizes_of(chunks: Chunks) -> list[int]:
+    return [end - begin for begin, end in zip(chunks.begins, chunks.ends, strict=True)]

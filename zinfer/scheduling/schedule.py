@@ -61,6 +61,16 @@ class Chunks(abc.Sequence[Chunk]):
         chunks.samples = [True] * chunks.num_decodes
         return chunks
 
+    def followed_by(self, others: abc.Iterable[Chunk]) -> "Chunks":
+        """Return these chunks with others behind them."""
+        found = Chunks()
+        found.sequences, found.begins, found.ends = self.sequences.copy(), self.begins.copy(), self.ends.copy()
+        found.samples, found.extra_logits = self.samples.copy(), self.extra_logits.copy()
+        found.num_decodes = self.num_decodes
+        for chunk in others:
+            found.append(chunk)
+        return found
+
     def append(self, chunk: Chunk) -> None:
         """Append a chunk."""
         if chunk.num_extra_logits:
