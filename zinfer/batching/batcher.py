@@ -38,7 +38,7 @@ from zinfer.scheduling.speculation import Speculation
 _MOST_NOTED_PASSES: Final = 1 << 18
 _PIECE_LOGITS: Final = 1 << 25
 """Logits of a pass that scores prompts are computed in pieces of so many, 64 MB in 16 bits."""
-_PATIENT_AFTER_S: Final = 1.0  # chats whose answers end together are back within milliseconds
+_FOREGROUND_STAYS_S: Final = 1.0  # chats whose answers end together are back within milliseconds
 
 
 class Batcher:
@@ -95,7 +95,7 @@ class Batcher:
         self._watch = FiniteWatch(runner.model.module, runner.model.named_layers)
         self._requests = RunningRequests(self._scheduler, cache, self._watch, speculation)
         self.num_tokens = self.num_left_out = 0
-        self._waited_s = -math.inf  # when somebody last waited for single tokens
+        self._foreground_s = -math.inf  # when a sequence was last there that is not in the background
         self.pass_sizes: list[PassSize] = []
         self.pass_ends_s: list[float] = []
         self.received_ids: Sequence[int] = ()
@@ -119,7 +119,7 @@ class Batcher:
 
         One rank's order is for all in step.
         """
-        order = self._estimator.patient_order if self._is_patient() else self._estimator.order
+        order = self._estimator.order if self._has_foreground() else self._estimator.background_order
         if self._speculation is None or not self._scheduler.is_decoding:
             return order
         most = self._speculation.most_guesses(self._scheduler.num_running)
@@ -129,12 +129,12 @@ class Batcher:
         rows = [each for each in self._requests.by_number.values() if each.may_be_guessed]
         return order._replace(guesses=self._speculation.guess([each.sequence for each in rows], most))
 
-    def _is_patient(self) -> bool:
-        """Whether nobody has waited for single tokens for a while."""
+    def _has_foreground(self) -> bool:
+        """Whether a sequence that is not in the background runs or waits, or did so a moment ago."""
         now_s = time.perf_counter()
-        if not self._scheduler.is_patient:
-            self._waited_s = now_s
-        return now_s - self._waited_s > _PATIENT_AFTER_S
+        if self._scheduler.has_foreground:
+            self._foreground_s = now_s
+        return now_s - self._foreground_s <= _FOREGROUND_STAYS_S
 
     def step(self, order: PassOrder = USUAL) -> list[Event]:
         """Launch a pass and, while it is computed, take the tokens of an earlier one. After an exception call `abort`.

@@ -17,8 +17,8 @@ from zinfer.units import duration
 
 _TWO_SIZES: Final = (1024, 2048)
 """Tokens of two passes whose difference is matrix work alone."""
-_PATIENT_PASSES: Final = 4
-"""A pass has the tokens of so many usual ones; whoever comes meanwhile waits for it once."""
+_BACKGROUND_PASSES: Final = 4
+"""A pass of the background alone has the tokens of so many usual ones; whoever comes meanwhile waits for it once."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ class JobEstimator:
         return PassOrder(self.usual_tokens) if self.target is None else self.target.order()
 
     @property
-    def patient_order(self) -> PassOrder:
-        """The order where nobody waits for single tokens; `order` where a latency was stated."""
+    def background_order(self) -> PassOrder:
+        """The order where all sequences are in the background; `order` where a latency was stated."""
         if self.target is not None or self.usual_tokens is None:
             return self.order
-        return PassOrder(_PATIENT_PASSES * self.usual_tokens)
+        return PassOrder(_BACKGROUND_PASSES * self.usual_tokens)
 
     @property
     def most_tokens(self) -> int:

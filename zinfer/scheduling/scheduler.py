@@ -100,10 +100,10 @@ class Scheduler:
         return self._running.num_background
 
     @property
-    def is_patient(self) -> bool:
-        """Whether all sequences, running or waiting, are in the background."""
+    def has_foreground(self) -> bool:
+        """Whether a sequence runs or waits that is not in the background."""
         firsts = self._preempted.first(), self._queue.first(), next(iter(self._running), None)
-        return all(each is None or each.is_background for each in firsts)
+        return any(each is not None and not each.is_background for each in firsts)
 
     @property
     def num_swapped_pages(self) -> int:
