@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.length_limits import LengthLimits
-from zinfer.serve.engine_process import tell_life
-from zinfer.serve.garbage import freeze_loaded
+from zinfer.serve.engine_process import freeze_loaded, tell_life
 from zinfer.serve.messages import Connection, Deltas, Ready, Submit, ToEngine
 from zinfer.serve.server import ServerOptions, serve
 from zinfer.serve.service import ServiceLimits

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from zinfer.serve.garbage import freeze_loaded
+from zinfer.serve.engine_process import freeze_loaded
 
 
 class Node:

@@ -1,6 +1,7 @@
 """The process of one replica: it loads the model and completes the requests that the server's process sends."""
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,6 @@ from zinfer.serve.embedding_engine import EmbeddingEngine
 from zinfer.serve.engine_report import EngineReport
 from zinfer.serve.engine_requests import EngineRequests
 from zinfer.serve.first_passes import compute_first_passes
-from zinfer.serve.garbage import freeze_loaded
 from zinfer.serve.messages import (
     Alive,
     Cancel,
@@ -129,6 +129,16 @@ async def run_engine(socket_path: str, load: Callable[[], Engine]) -> None:
         receiving.cancel()
         living.cancel()
         await connection.close()
+
+
+def freeze_loaded() -> None:
+    """Free what is garbage now, and never look again at the objects that are left.
+
+    Commands do so after their imports (`zinfer.cli.ending.importing`); a model on a GPU imports compilers later. To
+    look through all modules takes a third of a second, in which nothing is answered or launched.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 async def _receive(connection: Connection, messages: "asyncio.Queue[ToEngine | None]") -> None:
