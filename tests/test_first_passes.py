@@ -15,8 +15,8 @@ from zinfer.scheduling.schedule import Chunks
 from zinfer.serve.first_passes import compute_first_passes, compute_twice
 
 MOST_TOKENS = 1024
-DECODES = [1, 2, 4, *range(8, 65, 8)]
-PROMPTS = [64, 128, 256, 512, 1024]
+DECODES = [1, 2, 4, *range(8, 65, 8), 80, 96, 112, 128]
+BESIDE = [(size, segments) for size in (64, 128, 256, 512, 1024) for segments in (16, 64, 128) if segments <= size]
 ENOUGH = 2
 """The first pass of a form is launched, the second captured."""
 
@@ -48,16 +48,22 @@ def test_each_form_is_computed_until_it_is_captured(model: Path, monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(BatchBuilder, "build", noted)
             compute_twice(llm)
-        seen = Counter[tuple[int, int | None]]()
-        for form, times in forms.items():
-            if form is not None:
-                seen[form.num_tokens, form.num_decodes] += times
-        few = {(size, size) for size in DECODES} | {(size, None) for size in PROMPTS}
-        assert {form for form in few if seen[form] < ENOUGH} == set()
+        seen = {(form.num_tokens, form.num_segments, form.num_decodes): times for form, times in forms.items() if form}
+        assert seen == dict.fromkeys(
+            [*((size, size, size) for size in DECODES), *((*each, None) for each in BESIDE)], ENOUGH
+        )
         assert llm.num_used_pages == 0
         before = llm.num_tokens
         llm.generate(*rows(2))
         assert llm.num_tokens - before == 2 * (3 + 5), "no prefix is left over"
+
+
+@pytest.mark.parametrize("zinfer", [{"max_sequences": 3}, {"tokens_per_pass": 100}, {"kv_cache_memory": "200KB"}])
+def test_small_passes_are_computed_alike(model: Path, zinfer: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(model, {"zinfer": {"device": "cpu", "speculate": "off", **zinfer}}, interactive=True) as llm:
+        compute_twice(llm)
+        assert llm.num_passes > 0
+        assert caplog.text == ""
 
 
 def test_nothing_is_computed_on_a_cpu(model: Path) -> None:

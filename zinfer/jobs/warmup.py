@@ -24,7 +24,7 @@ from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.units import duration
 
-MOST_PROMPT: Final = 256  # tokens
+_MOST_PROMPT: Final = 256  # tokens
 _MOST_NEW: Final = 40  # so that batches shrink from many rows to one
 _OF_RANKS: Final = frozenset(
     ["tensor_parallel", "mp_size", "training_mp_size", "mpu", "moe", "ep_size", "save_mp_checkpoint_path"]
@@ -91,24 +91,16 @@ def warm_up(
         return WarmedUp(few.num_layers, few.num_all, llm.num_passes, llm.num_tokens, seconds, folder)
 
 
-def compute_passes(
-    llm: LLM,
-    is_over: Callable[[], bool] = lambda: False,
-    *,
-    most_prompt: int = MOST_PROMPT,
-    most_tokens: int | None = None,
-) -> bool:
+def compute_passes(llm: LLM, is_over: Callable[[], bool] = lambda: False) -> bool:
     """Compute passes of all sizes; returns whether all were computed.
 
     Args:
         is_over: asked before each call and after each completion; true leaves the rest out.
-        most_prompt: tokens of a prompt: the shorter, the more rows there are.
-        most_tokens: of a pass; by default as many as the model's passes have.
 
     Raises:
         JobError: the passes failed.
     """
-    for prompts, params in _requests(llm, most_prompt, most_tokens or llm.batching.tokens_per_pass):
+    for prompts, params in _requests(llm):
         if is_over():
             return False
         llm.reset_prefix_cache()  # so that all tokens are computed
@@ -121,18 +113,18 @@ def compute_passes(
     return True
 
 
-def _requests(llm: LLM, most_prompt: int, most_tokens: int) -> Iterator[tuple[list[PromptLike], list[SamplingParams]]]:
+def _requests(llm: LLM) -> Iterator[tuple[list[PromptLike], list[SamplingParams]]]:
     """Yield calls: prompts for more than a pass with their numbers of new tokens, then passes of fewer tokens.
 
     One of the first prompts is a single token, for the kernels of passes whose chunks of one token are not in front.
     """
     budget = llm.batching
-    most = min(llm.limits.most_tokens or most_prompt + _MOST_NEW, budget.num_pages * budget.page_size)
-    prompt_len = min(most_prompt, most // 2)
+    most = min(llm.limits.most_tokens or _MOST_PROMPT + _MOST_NEW, budget.num_pages * budget.page_size)
+    prompt_len = min(_MOST_PROMPT, most // 2)
     most_new = min(_MOST_NEW, most - prompt_len)
     num_fitting = budget.num_pages * budget.page_size // (prompt_len + most_new + budget.page_size)
     num_most = max(min(num_fitting, budget.max_sequences), 1)
-    num_wanted = min(max(round(_PASSES_OF_PROMPTS * most_tokens / prompt_len), 3), num_most)
+    num_wanted = min(max(round(_PASSES_OF_PROMPTS * budget.tokens_per_pass / prompt_len), 3), num_most)
     yield (
         [_prompt(llm, number, 1 if number == 1 else prompt_len) for number in range(num_wanted)],
         [
@@ -140,7 +132,7 @@ def _requests(llm: LLM, most_prompt: int, most_tokens: int) -> Iterator[tuple[li
             for number in range(num_wanted)
         ],
     )
-    num_tokens = min(most_tokens, num_most * prompt_len)
+    num_tokens = min(budget.tokens_per_pass, num_most * prompt_len)
     while (num_tokens := num_tokens // 2) > 1:
         lengths = [min(prompt_len, num_tokens - begin) for begin in range(0, num_tokens, prompt_len)]
         prompts = [_prompt(llm, number, length) for number, length in enumerate(lengths)]
