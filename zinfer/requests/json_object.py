@@ -22,7 +22,7 @@ def read_object(data: bytes, what: str) -> dict[str, Any]:
     """
     try:
         record = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
-        depth = _depth(record)
+        is_deep = data.count(b"[") + data.count(b"{") > _MOST_DEPTH and _depth(record) > _MOST_DEPTH
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 at byte {error.start} of {what}") from None
     except json.JSONDecodeError as error:
@@ -31,7 +31,7 @@ def read_object(data: bytes, what: str) -> dict[str, Any]:
         raise ConfigError(f"not JSON that can be used: {error}") from None
     if not isinstance(record, dict):
         raise ConfigError(f"not a JSON object but {short(record)}")
-    if depth > _MOST_DEPTH:
+    if is_deep:
         raise ConfigError(f"nested more than {_MOST_DEPTH} deep")
     return record
 
