@@ -29,7 +29,7 @@ from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
 
 _OK: Final = 200
-_ROWS_READ: Final = 1024
+_ROWS_READ: Final = 256  # before they are submitted
 _MOST_UNDER_WAY: Final = 2048
 _LOOK_EVERY_S: Final = 0.2
 
