@@ -32,7 +32,7 @@ class Preemption:
             new_pass.swapped_out.append((last, pages))
         self._pool.release(last)
 
-    def give_way(self, new_pass: Pass, budget: int, most_running: int) -> tuple[Claims, bool]:
+    def give_way(self, new_pass: Pass, budget: int, max_sequences: int) -> tuple[Claims, bool]:
         """Preempt background sequences for the claims of others; returns the claims, and whether any was preempted."""
         prompt, running = self._running.prompt, self._running
         if not running.has_background:
@@ -41,7 +41,7 @@ class Preemption:
         claims = Claims.of(prompt, waiting, budget, self._pool)
         if not claims.num_tokens:
             return claims, False
-        num_running, most = len(running), max(most_running - claims.num_rows, 0)
+        num_running, most = len(running), max(max_sequences - claims.num_rows, 0)
         if prompt is not None and prompt.is_background:
             self.preempt(prompt, new_pass)
         num_pages = claims.num_pages + sum(map(self._needs_page, running.decodes()))

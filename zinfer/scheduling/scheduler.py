@@ -158,11 +158,11 @@ class Scheduler:
         most_rows = self._sets.most_rows(num_pages, self._running)
         most_running = order.most_running(self._max_sequences)
         budget = min(self._token_budget, order.most_tokens or self._token_budget)
-        claims, gave_way = self._preemption.give_way(new_pass, budget, most_running)
+        claims, gave_way = self._preemption.give_way(new_pass, budget, self._max_sequences)
         num_left = self._schedule_running(new_pass, num_pages, most_rows, claims, budget, order)
         sequence: Sequence | None = None
-        while num_left and len(self._running) < most_running and len(new_pass.chunks) < most_rows:
-            sequence = self._next()
+        while num_left and len(new_pass.chunks) < most_rows:
+            sequence = self._next(most_running)
             if sequence is None or self._sets.waits(sequence) or (gave_way and sequence.is_background):
                 break
             while not (is_admitted := self._admit(sequence, num_left, new_pass)):
@@ -278,12 +278,19 @@ class Scheduler:
         self._running.remove(sequence)
         self.pool.release(sequence)
 
-    def _next(self) -> Sequence | None:
-        """Return the sequence to admit next: preempted ones first, but none in the background before another one."""
+    def _next(self, most_running: int) -> Sequence | None:
+        """Return the sequence to admit next: preempted ones first, but none in the background before another one.
+
+        Those in the background that run, as many as larger passes had room for, are not in the way of another one.
+        """
         resumed, waiting = self._preempted.first(), self._queue.first()
         if resumed is None or (waiting is not None and resumed.is_background and not waiting.is_background):
-            return waiting
-        return resumed
+            resumed = waiting
+        num_running = len(self._running)
+        if resumed is None or num_running >= self._max_sequences:
+            return None
+        num_before = num_running if resumed.is_background else num_running - self._running.num_background
+        return resumed if num_before < most_running else None
 
     def _schedule_running(
         self, new_pass: Pass, num_pages: int, most_rows: int, claims: Claims, budget: int, order: PassOrder
