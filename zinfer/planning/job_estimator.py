@@ -17,7 +17,7 @@ from zinfer.units import duration
 
 _TWO_SIZES: Final = (1024, 2048)
 """Tokens of two passes whose difference is matrix work alone."""
-_BACKGROUND_PASSES: Final = 4
+_BACKGROUND_PASSES: Final = 8
 """A pass of the background alone has the tokens of so many usual ones; whoever comes meanwhile waits for it once."""
 
 
