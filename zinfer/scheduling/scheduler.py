@@ -18,6 +18,7 @@ to have ended with that token wastes one token.
 
 from collections.abc import Iterable
 
+from zinfer.scheduling.chunk_maker import ChunkMaker
 from zinfer.scheduling.claims import Claims
 from zinfer.scheduling.guessing import chunks_with_guesses
 from zinfer.scheduling.page_allocator import PageAllocator, first_needed
@@ -26,7 +27,7 @@ from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.pass_sets import PassSets
 from zinfer.scheduling.preemption import Preemption
 from zinfer.scheduling.queues import PreemptedQueue, Running
-from zinfer.scheduling.schedule import Chunk, Chunks, Pass
+from zinfer.scheduling.schedule import Chunks, Pass
 from zinfer.scheduling.sequence import PENDING, Sequence, SequenceState
 from zinfer.scheduling.waiting_queue import Order, WaitingQueue
 from zinfer.scheduling.workload import Workload
@@ -72,6 +73,7 @@ class Scheduler:
         self._preempted = PreemptedQueue(most_swapped_pages)
         self._running = Running()
         self._preemption = Preemption(pool, self._allocator, self._running, self._preempted, self._queue)
+        self._chunks = ChunkMaker(pool, self._allocator, self._preemption, self._running, self._preempted, self._queue)
         self._last_number = -1
         self._in_flight: Pass | None = None
         self._unpassed: list[tuple[Sequence, tuple[int, ...]]] = []  # swapped out by a pass without chunks
@@ -165,7 +167,7 @@ class Scheduler:
             sequence = self._next(most_running)
             if sequence is None or self._sets.waits(sequence) or (gave_way and sequence.is_background):
                 break
-            while not (is_admitted := self._admit(sequence, num_left, new_pass)):
+            while not (is_admitted := self._chunks.admit(sequence, num_left, new_pass)):
                 if not self._preemption.preempt_for(sequence, new_pass):
                     break
                 gave_way = True
@@ -308,7 +310,7 @@ class Scheduler:
         if claims.num_tokens:
             most = max(min(num_left - claims.num_tokens, most_rows - claims.num_rows), 0)
             decodes = [each for place, each in enumerate(decodes) if place < most or not each.is_background]
-        ready = self._with_pages(decodes[: min(self._token_budget, share)], new_pass)
+        ready = self._chunks.with_pages(decodes[: min(self._token_budget, share)], new_pass)
         new_pass.chunks = Chunks.of_decodes(ready)
         page_size = self.pool.page_size
         for sequence in [each for each in ready if (each.num_computed + 1) // page_size > each.num_named]:
@@ -323,66 +325,4 @@ class Scheduler:
             return 0
         if prompt is None or not num_left or len(ready) == most_rows:
             return num_left
-        return num_left - self._schedule_prompt(prompt, num_left, new_pass)
-
-    def _with_pages(self, decodes: list[Sequence], new_pass: Pass) -> list[Sequence]:
-        """Return the decodes that get a page for their next token: all before the first that gets none."""
-        page_size, running = self.pool.page_size, SequenceState.RUNNING
-        # Keep this loop minimal: it runs per sequence per pass.
-        for sequence in [each for each in decodes if each.num_computed >= len(each.pages) * page_size]:
-            begin = sequence.num_computed
-            if sequence.state is not running or self._extend(sequence, begin + 1, new_pass) == begin:
-                # It is the last and waits for a page; or it and all after it were preempted for an earlier one.
-                decodes = decodes[: decodes.index(sequence)]
-                break
-        return [each for each in decodes if each.state is running]
-
-    def _schedule_prompt(self, prompt: Sequence, most_tokens: int, new_pass: Pass) -> int:
-        """Schedule the prompt under way as far as tokens and pages allow.
-
-        Returns the tokens taken; ``most_tokens`` if it does not reach its end, so that nothing else is admitted.
-        """
-        begin = prompt.num_computed
-        end = min(prompt.num_tokens, begin + most_tokens)
-        if end > len(prompt.pages) * self.pool.page_size:
-            end = self._extend(prompt, end, new_pass)
-        if end == begin:
-            return most_tokens
-        new_pass.chunks.append(_chunk(prompt, begin, end))
-        self._allocator.publish(prompt, end)
-        return end - begin if end == prompt.num_tokens else most_tokens
-
-    def _extend(self, sequence: Sequence, end: int, new_pass: Pass) -> int:
-        """Allocate pages for a running sequence up to position ``end``; returns the position they reach."""
-        if sequence.num_tokens - sequence.num_computed > 1:
-            assert self._running.prompt is sequence, "one prompt at most is under way"
-            return self._allocator.extend(sequence, end, self._allocator.num_free_for_prompts(len(self._running) - 1))
-        while not self.pool.num_free and (last := self._running.last) is not sequence:
-            assert last is not None, "the sequence runs"
-            self._preemption.preempt(last, new_pass)
-        return self._allocator.extend(sequence, end, self.pool.num_free)
-
-    def _admit(self, sequence: Sequence, num_left: int, new_pass: Pass) -> bool:
-        """Start a waiting or preempted sequence with a chunk in this pass; returns False if pages run short."""
-        given = self._allocator.begin(sequence, num_left, len(self._running))
-        if given is None:
-            return False
-        begin, end, restored = given
-        if sequence.state is SequenceState.SWAPPED:
-            new_pass.swapped_in.append((sequence, restored))
-        if sequence is self._preempted.first():
-            self._preempted.remove(sequence)
-        else:
-            self._queue.remove_first()
-        sequence.num_computed = begin
-        sequence.state = SequenceState.RUNNING
-        self._running.add(sequence)
-        new_pass.chunks.append(_chunk(sequence, begin, end))
-        self._allocator.publish(sequence, end)
-        return True
-
-
-def _chunk(sequence: Sequence, begin: int, end: int) -> Chunk:
-    """Return a chunk with the logits that its tokens have to get; tokens to score all come before the first sample."""
-    num_extra_logits = max(min(end, sequence.num_to_score) - max(begin, sequence.num_scored), 0)
-    return Chunk(sequence, begin, end, end == sequence.num_tokens, num_extra_logits)
+        return num_left - self._chunks.go_on(prompt, num_left, new_pass)
