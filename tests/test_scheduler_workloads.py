@@ -327,18 +327,19 @@ def test_others_wait_for_no_more_than_the_pass_under_way(most_swapped_pages: int
         assert workload.engine.num_swapped_out + workload.engine.num_recomputed > 0 or room.token_budget == 200
 
 
-def test_nobody_is_preempted_for_a_smaller_pass() -> None:
-    """More of the background run than passes with others have room to admit; they go on beside one that arrives."""
+@pytest.mark.parametrize("smaller", [20, 15])
+def test_nobody_is_preempted_for_a_smaller_pass(smaller: int) -> None:
+    """More of the background run than passes with others have room for: they wait where they are, or go on beside."""
     background = [Row(number % 3, 0, 10, number, 40, 60, 0, None, is_background=True) for number in range(18)]
     arriving = Row(0, 0, 12, 20, 10, 60, 6, None)
-    workload = Workload(
-        [*background, arriving], Room(16, 9000, 200, 20, None, "arrival", None, (200,) * 6 + (20,) * 50)
-    )
+    orders = (200,) * 6 + (smaller,) * 60
+    workload = Workload([*background, arriving], Room(16, 9000, 200, 20, None, "arrival", None, orders))
     workload.run()
     assert workload.engine.num_swapped_out + workload.engine.num_recomputed == 0
     arrived = next(each.number for each, row in zip(workload.sequences, workload.rows, strict=True) if row == arriving)
     assert [at for at, chunks in enumerate(workload.compositions) if arrived in dict_of(chunks)] == [*range(6, 16)]
-    assert all(len(chunks) >= 8 for chunks in workload.compositions[6:16]), "the others go on"
+    num_tokens = [sum(end - begin for _, begin, end in chunks) for chunks in workload.compositions[6:16]]
+    assert num_tokens == [smaller, *[min(smaller, 19)] * 9]
 
 
 def dict_of(chunks: list[tuple[int, int, int]]) -> dict[int, tuple[int, int]]:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 class PassOrder(NamedTuple):
     """Decided by one rank for all that make the same passes, since it may follow from clocks.
 
-    most_tokens: of the pass; None: as many as the scheduler may give any. Running sequences get their token anyway.
+    most_tokens: of the pass; None: as many as the scheduler may give any. Running sequences get their token anyway, but
+        those in the background only what others leave.
     guesses: tokens to verify, by their sequences' numbers; the tokens of earlier passes are taken before. None: the
         pass verifies none, and need not wait for them.
     """

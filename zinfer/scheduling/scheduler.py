@@ -307,7 +307,7 @@ class Scheduler:
         num_left = min(budget, share)
         num_running, prompt = len(self._running), self._running.prompt
         decodes = self._sets.decodes(self._running, most_rows)
-        if claims.num_tokens:
+        if claims.num_tokens or 0 < self._running.num_background < num_running:
             most = max(min(num_left - claims.num_tokens, most_rows - claims.num_rows), 0)
             decodes = [each for place, each in enumerate(decodes) if place < most or not each.is_background]
         ready = self._chunks.with_pages(decodes[: min(self._token_budget, share)], new_pass)
