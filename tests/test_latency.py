@@ -195,7 +195,7 @@ def test_passes_of_the_background_are_larger_until_somebody_waits(
         sizes = llm._batcher.pass_sizes
         found = llm.generate(by_ids(prompts), max_new_tokens=NUM_NEW, is_background=True)
         assert [each.token_ids for each in found] == alone
-        assert max(size.num_tokens for size in sizes) == 64
+        assert max(size.num_tokens for size in sizes) == 8 * 16
         behind = llm.prepare(by_ids(prompts), max_new_tokens=NUM_NEW, is_background=True)
         waited = llm.prepare(by_ids(prompts), max_new_tokens=NUM_NEW)
         llm.submit(waited)
