@@ -1,5 +1,6 @@
 """The host's part of a plan: the blocks in host memory, which of them are pinned, and the staging ring."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,7 +91,7 @@ class HostPlanner:
         least = len(self._in_memory)
         most = least if self.settings.offload.device == "nvme" else len(self.streamed)
         most_numel = self.settings.offload.max_in_cpu
-        for count in range(most, least - 1, -1):
+        for count in range(min(most, self._most_hosted), least - 1, -1):
             side = self._host_side(self._hosted(count), ring)
             numel = sum(self.blocks[index].layout.numel for index in side.hosted)
             if (
@@ -100,6 +101,13 @@ class HostPlanner:
             ):
                 return side
         return None
+
+    @cached_property
+    def _most_hosted(self) -> int:
+        """More streamed blocks than this do not fit the host memory, not even the smallest ones without a ring."""
+        given_bytes = self.limits.host_bytes - sum(self._slab_bytes[block.index] for block in self._in_memory)
+        free_bytes = sorted(self._slab_bytes[block.index] for block in self.streamed if block.extents)
+        return len(self._in_memory) + bisect_right(list(accumulate(free_bytes)), given_bytes)
 
     def _too_little_host_memory(self) -> PlanError:
         least = self._host_side(self._hosted(len(self._in_memory)), _RINGS[-1])
