@@ -163,7 +163,7 @@ class Scheduler:
         claims, gave_way = self._preemption.give_way(new_pass, budget, self._max_sequences)
         num_left = self._schedule_running(new_pass, num_pages, most_rows, claims, budget, order)
         sequence: Sequence | None = None
-        while num_left and len(new_pass.chunks) < most_rows:
+        while num_left and len(self._running) < self._max_sequences and len(new_pass.chunks) < most_rows:
             sequence = self._next(most_running)
             if sequence is None or self._sets.waits(sequence) or (gave_way and sequence.is_background):
                 break
@@ -283,16 +283,15 @@ class Scheduler:
     def _next(self, most_running: int) -> Sequence | None:
         """Return the sequence to admit next: preempted ones first, but none in the background before another one.
 
-        Those in the background that run, as many as larger passes had room for, are not in the way of another one.
+        None if ``most_running`` run; those in the background do not count for another one: larger passes had more.
         """
         resumed, waiting = self._preempted.first(), self._queue.first()
         if resumed is None or (waiting is not None and resumed.is_background and not waiting.is_background):
             resumed = waiting
-        num_running = len(self._running)
-        if resumed is None or num_running >= self._max_sequences:
+        if resumed is None:
             return None
-        num_before = num_running if resumed.is_background else num_running - self._running.num_background
-        return resumed if num_before < most_running else None
+        num_behind = 0 if resumed.is_background else self._running.num_background
+        return resumed if len(self._running) - num_behind < most_running else None
 
     def _schedule_running(
         self, new_pass: Pass, num_pages: int, most_rows: int, claims: Claims, budget: int, order: PassOrder
