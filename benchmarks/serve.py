@@ -10,9 +10,9 @@
 * ``batch``: ``--batch-rows`` rows in one batch, over offline; alone, and beside ``--chats`` chats that never pause.
   There the tokens of both count, and the chats' times stand beside those without a batch.
 
-Texts must be those of ``LLM.generate``, or ``--least-same`` of them: passes of other sizes round otherwise, and a model of
-random weights has tokens that are nearly as likely. Each timing is the best of ``--repeats`` on new prompts. The last
-line is JSON.
+Texts must be those of ``LLM.generate``, or ``--least-same`` of them: passes of other sizes round otherwise, and a model
+of random weights has tokens that are nearly as likely. Each timing is the best of ``--repeats`` on new prompts. The
+last line is JSON.
 """
 
 import argparse
