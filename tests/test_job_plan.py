@@ -144,6 +144,7 @@ NUM_CASES, NUM_RIVALS = map(int, os.environ.get("ZINFER_PLANS", "5x60").split("x
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(NUM_CASES))
 def test_no_other_sizes_are_clearly_faster(seed: int) -> None:
     """Of a model on a machine, with random settings of all sizes, in simulation."""
