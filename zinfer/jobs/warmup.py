@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,10 @@ _OF_RANKS: Final = frozenset(
     ["tensor_parallel", "mp_size", "training_mp_size", "mpu", "moe", "ep_size", "save_mp_checkpoint_path"]
 )
 _PASSES_OF_PROMPTS: Final = 1.5  # one that is full, and one of prompts and rows that continue
+
+
+Call = tuple[list[PromptLike], list[SamplingParams]]
+"""Prompts that are computed together, each with its params."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,12 @@ def warm_up(
 
 
 def compute_passes(llm: LLM, is_over: Callable[[], bool] = lambda: False) -> bool:
-    """Compute passes of all sizes; returns whether all were computed.
+    """Compute passes of all sizes; arguments, result and errors as of `compute_calls`."""
+    return compute_calls(llm, _calls(llm), is_over)
+
+
+def compute_calls(llm: LLM, calls: Iterable[Call], is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Compute calls one after the other, each without the prefix cache; returns whether all were computed.
 
     Args:
         is_over: asked before each call and after each completion; true leaves the rest out.
@@ -100,7 +109,7 @@ def compute_passes(llm: LLM, is_over: Callable[[], bool] = lambda: False) -> boo
     Raises:
         JobError: the passes failed.
     """
-    for prompts, params in _requests(llm):
+    for prompts, params in calls:
         if is_over():
             return False
         llm.reset_prefix_cache()  # so that all tokens are computed
@@ -113,7 +122,7 @@ def compute_passes(llm: LLM, is_over: Callable[[], bool] = lambda: False) -> boo
     return True
 
 
-def _requests(llm: LLM) -> Iterator[tuple[list[PromptLike], list[SamplingParams]]]:
+def _calls(llm: LLM) -> Iterator[Call]:
     """Yield calls: prompts for more than a pass with their numbers of new tokens, then passes of fewer tokens.
 
     One of the first prompts is a single token, for the kernels of passes whose chunks of one token are not in front.
@@ -126,7 +135,7 @@ def _requests(llm: LLM) -> Iterator[tuple[list[PromptLike], list[SamplingParams]
     num_most = max(min(num_fitting, budget.max_sequences), 1)
     num_wanted = min(max(round(_PASSES_OF_PROMPTS * budget.tokens_per_pass / prompt_len), 3), num_most)
     yield (
-        [_prompt(llm, number, 1 if number == 1 else prompt_len) for number in range(num_wanted)],
+        [own_prompt(llm, number, 1 if number == 1 else prompt_len) for number in range(num_wanted)],
         [
             SamplingParams(max_new_tokens=1 + number % most_new, ignore_eos=True, temperature=number % 2, seed=1)
             for number in range(num_wanted)
@@ -135,11 +144,11 @@ def _requests(llm: LLM) -> Iterator[tuple[list[PromptLike], list[SamplingParams]
     num_tokens = min(budget.tokens_per_pass, num_most * prompt_len)
     while (num_tokens := num_tokens // 2) > 1:
         lengths = [min(prompt_len, num_tokens - begin) for begin in range(0, num_tokens, prompt_len)]
-        prompts = [_prompt(llm, number, length) for number, length in enumerate(lengths)]
+        prompts = [own_prompt(llm, number, length) for number, length in enumerate(lengths)]
         yield prompts, [SamplingParams(max_new_tokens=1, ignore_eos=True)] * len(prompts)
 
 
-def _prompt(llm: LLM, number: int, length: int) -> PromptLike:
+def own_prompt(llm: LLM, number: int, length: int) -> PromptLike:
     """Return a prompt that begins like no other one."""
     return {"prompt_token_ids": [(number + place) % llm.vocab_size for place in range(length)]}
 
