@@ -2,7 +2,8 @@
 
 [Note: background] A sequence in the background takes the tokens, rows and pages that the others leave. As soon as
 another one waits, the background's prompt under way is preempted, and then the last running ones, until there is room;
-so the other one waits for the pass under way, and no longer. The background may wait as long as others keep coming.
+so the other one waits for the pass under way, and no longer. Running sequences of the background for which a pass has
+no token left keep their pages and wait. The background may wait as long as others keep coming.
 """
 
 from collections.abc import Sequence as Several
