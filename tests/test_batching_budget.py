@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plan_support import CONFIGS, machine_with, outline_of, write_config
 
 from zinfer.config import resolve_settings
@@ -128,6 +129,17 @@ def test_parts_are_as_large_as_a_card_has_room_for(tmp_path: Path) -> None:
     assert sizes == sorted(sizes)
     assert sizes[1] == 4096
     assert sizes[-2:] == [8192, 16_384]
+
+
+@pytest.mark.parametrize(("free_gb", "num_tokens"), [(6, 1024), (20, 8192), (1000, 16_384)])
+def test_activations_fit_a_cpu_whose_memory_is_scarce(free_gb: int, num_tokens: int, tmp_path: Path) -> None:
+    """Under a control group's limit, for instance, which leaves less than the usual sizes take."""
+    outline = outline_of(write_config(tmp_path, LLAMA_8B))
+    machine = machine_with(free_gb * 10**9, 10**11)
+    cpu = replace(machine, limits=replace(machine.limits, device=torch.device("cpu")))
+    budget, plan, free_bytes = placed(outline, cpu)
+    assert budget.tokens_per_pass == num_tokens
+    assert budget.footprint.nbytes + plan.device_bytes <= free_bytes
 
 
 @pytest.mark.sampled(2)

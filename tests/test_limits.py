@@ -1,6 +1,7 @@
 """What the machine lends: a container's memory limit counts as well as the machine's own."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -8,52 +9,115 @@ import pytest
 import torch
 
 from zinfer.config import Memory, Settings
+from zinfer.probe import cgroups
 from zinfer.probe import limits as machine
-from zinfer.probe.limits import MachineLimits, _free_in_cgroup, find_limits, usual_host_bytes
+from zinfer.probe.cgroups import free_group_bytes, memory_limit
+from zinfer.probe.limits import MachineLimits, find_limits, usual_host_bytes
+
+UNLIMITED_V1 = "9223372036854771712"
+V2 = "31 24 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
+V1 = "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+NEITHER = "31 24 0:28 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands for /sys/fs/cgroup."""
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for /, without control groups at first."""
+    monkeypatch.setattr(cgroups, "_ROOT", tmp_path)
     return tmp_path
 
 
-def free_in_cgroup(folder: Path, limit: str, used: str, *cached: int) -> int:
-    """``cached``: bytes of files, of which those of a temporary file system stay."""
-    inactive, active, shmem = cached or (0, 0, 0)
-    several = {"file": inactive + active + shmem, "shmem": shmem, "inactive_file": inactive, "active_file": active}
-    (folder / "memory.stat").write_text("".join(f"{name} {nbytes}\n" for name, nbytes in several.items()))
-    (folder / "memory.max").write_text(limit)
-    (folder / "memory.current").write_text(used)
-    return _free_in_cgroup()
+def make_groups(root: Path, mount: str, own: str, groups: Mapping[str, Mapping[str, int | str]]) -> None:
+    """Write what the kernel would: a mount, the line of /proc/self/cgroup, and each group's files by its folder.
+
+    Counts of `memory.stat` are those whose names are no file's.
+    """
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/mountinfo").write_text(f"22 1 0:20 / /pro\\040c rw - proc proc rw\n{mount}\n")
+    (root / "proc/self/cgroup").write_text(f"{own}\n")
+    for folder, files in groups.items():
+        group = root / folder
+        group.mkdir(parents=True, exist_ok=True)
+        stat = {name: 0 for prefix in ("", "total_") for name in (f"{prefix}inactive_file", f"{prefix}active_file")}
+        for name, value in files.items():
+            if name.startswith("memory."):
+                (group / name).write_text(f"{value}\n")
+            else:
+                stat[name] = int(value)
+        (group / "memory.stat").write_text("".join(f"{name} {count}\n" for name, count in stat.items()))
 
 
-def test_a_limit_leaves_what_is_not_used(folder: Path) -> None:
-    assert free_in_cgroup(folder, "1000000\n", "300000\n") == 700_000
+def v2(limit: int | str, used: int, **more: int | str) -> dict[str, int | str]:
+    high = more.pop("high", "max")
+    return {"memory.max": limit, "memory.high": high, "memory.current": used, **more}
 
 
-def test_the_page_cache_is_free(folder: Path) -> None:
-    assert free_in_cgroup(folder, "1000000\n", "300000\n", 150_000, 50_000, 40_000) == 900_000
+def v1(limit: int | str, used: int, **more: int) -> dict[str, int | str]:
+    return {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used, **more}
 
 
-def test_a_limit_that_is_used_up_leaves_nothing(folder: Path) -> None:
-    assert free_in_cgroup(folder, "1000\n", "1200\n") == 0
+TOP2, TOP1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+JOB2, JOB1 = f"{TOP2}/slurm/job_5", f"{TOP1}/slurm/job_5"
 
 
-def test_without_a_limit_the_machine_decides(folder: Path) -> None:
-    assert _free_in_cgroup() == sys.maxsize
-    assert free_in_cgroup(folder, "max\n", "300000\n") == sys.maxsize
+@pytest.mark.parametrize(
+    ("mount", "own", "groups", "limit", "free"),
+    [
+        (NEITHER, "1:cpu:/a", {}, None, sys.maxsize),
+        (V2, "0::/", {TOP2: v2("max", 300)}, None, sys.maxsize),
+        (V2, "0::/", {TOP2: v2(1000, 300)}, 1000, 700),
+        (V2, "0::/", {TOP2: v2(1000, 1200)}, 1000, 0),
+        (V2, "0::/", {TOP2: v2(1000, 300, inactive_file=150, active_file=50, shmem=40)}, 1000, 900),
+        # The job's own group, its parent, and both: what the tightest leaves.
+        (V2, "0::/slurm/job_5", {JOB2: v2(1000, 300)}, 1000, 700),
+        (V2, "0::/slurm/job_5/step_0", {JOB2: v2(1000, 300), f"{JOB2}/step_0": v2("max", 300)}, 1000, 700),
+        (V2, "0::/slurm/job_5", {f"{TOP2}/slurm": v2(2000, 1900), JOB2: v2(1000, 300)}, 1000, 100),
+        (V2, "0::/slurm/job_5", {TOP2: {}, f"{TOP2}/slurm": v2(500, 100), JOB2: v2(1000, 50)}, 500, 400),
+        (V2, "0::/user.slice", {f"{TOP2}/user.slice": v2(1000, 300, high=800)}, 800, 500),
+        (V2, "0::/user.slice", {f"{TOP2}/user.slice": v2("max", 300, high=800)}, 800, 500),
+        (V2, "0::/other", {JOB2: v2(1000, 300)}, None, sys.maxsize),
+        # A container sees its path on the host, or a namespace's way out of it, beside a mount of its own group alone.
+        (V2.replace(" / /sys", " /docker/1 /sys"), "0::/docker/1", {TOP2: v2(1000, 300)}, 1000, 700),
+        (V2.replace(" / /sys", " /docker/1 /sys"), "0::/docker/1/a", {f"{TOP2}/a": v2(1000, 300)}, 1000, 700),
+        (V2, "0::/../job_6", {TOP2: v2(1000, 300)}, 1000, 700),
+        (V1.replace(" / /sys", " /docker/1 /sys"), "4:memory:/docker/1", {TOP1: v1(1000, 300)}, 1000, 700),
+        (V1.replace("/sys/fs/cgroup", "/c\\040g"), "4:memory:/a", {"c g/memory/a": v1(1000, 300)}, 1000, 700),
+        (V1, "4:memory:/", {TOP1: v1(UNLIMITED_V1, 300)}, None, sys.maxsize),
+        (V1, "4:cpu,memory:/slurm/job_5", {JOB1: v1(1000, 300, total_inactive_file=100)}, 1000, 800),
+        (V1, "4:memory:/slurm/job_5/step", {JOB1: v1(1000, 300), f"{JOB1}/step": v1(UNLIMITED_V1, 300)}, 1000, 700),
+        (
+            V1,  # of memory and swap together 200 are left: what is swapped out counts
+            "4:memory:/slurm/job_5",
+            {JOB1: v1(1000, 300) | {"memory.memsw.limit_in_bytes": 1000, "memory.memsw.usage_in_bytes": 800}},
+            1000,
+            200,
+        ),
+    ],
+)
+def test_the_tightest_group_on_the_way_to_the_root_limits_memory(
+    root: Path,
+    mount: str,
+    own: str,
+    groups: Mapping[str, Mapping[str, int | str]],
+    limit: int | None,
+    free: int,
+) -> None:
+    make_groups(root, mount, own, groups)
+    assert memory_limit() == limit
+    assert free_group_bytes() == free
 
 
-def test_the_smaller_of_both_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_control_groups_sets_no_limit() -> None:
+    assert (memory_limit(), free_group_bytes()) == (None, sys.maxsize)
+
+
+def test_the_smaller_of_both_is_shared_out(root: Path) -> None:
     settings = Settings(device="cpu")
     available = psutil.virtual_memory().available
-    monkeypatch.setattr(machine, "_free_in_cgroup", lambda: 1_000_000)
+    assert 1_000_000 < find_limits(settings).host_bytes < 2 * available
+    make_groups(root, V2, "0::/a", {f"{TOP2}/a": v2(1_000_000, 0)})
     limits = find_limits(settings)
     assert 0 < limits.device_bytes == limits.host_bytes < 1_000_000
-    monkeypatch.setattr(machine, "_free_in_cgroup", lambda: sys.maxsize)
-    assert 1_000_000 < find_limits(settings).host_bytes < 2 * available
 
 
 def limits_of(monkeypatch: pytest.MonkeyPatch, free_host: int, num_sharing: int = 1, **stated: int) -> MachineLimits:
@@ -114,9 +178,9 @@ def test_on_a_cpu_a_large_maximum_leaves_the_device_its_part(monkeypatch: pytest
 
 @pytest.mark.usefixtures("card")
 def test_a_container_s_limit_counts_more_than_what_a_virtual_machine_shows(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert free_in_cgroup(folder, "9000", "1000") == 8000
+    make_groups(root, V2, "0::/", {TOP2: v2(9000, 1000)})
     assert limits_of(monkeypatch, 3000).host_bytes == 2400
     assert limits_of(monkeypatch, 3000, max_host_memory=7000).host_bytes == 7000
     assert limits_of(monkeypatch, 3000, max_host_memory=10_000).host_bytes == 8000

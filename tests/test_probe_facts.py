@@ -82,7 +82,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for /sys."""
     monkeypatch.setattr("zinfer.probe.warnings._SYSTEM", tmp_path)
     monkeypatch.setattr("zinfer.ranks.numa._SYSTEM", tmp_path)
-    monkeypatch.setattr("zinfer.probe.limits._CGROUP", tmp_path / "fs/cgroup")
+    monkeypatch.setattr("zinfer.probe.cgroups._ROOT", tmp_path)
     return tmp_path
 
 
@@ -97,7 +97,11 @@ def test_facts_of_a_system_with_two_nodes(root: Path) -> None:
     make_files(
         root,
         {
-            "fs/cgroup/memory.max": "1000000\n",
+            "proc/self/cgroup": "0::/job\n",
+            "proc/self/mountinfo": "31 24 0:28 / /fs/cgroup rw - cgroup2 cgroup2 rw\n",
+            "fs/cgroup/job/memory.max": "1000000\n",
+            "fs/cgroup/job/memory.current": "1\n",
+            "fs/cgroup/job/memory.stat": "inactive_file 0\nactive_file 0\n",
             "devices/system/node/node0/cpulist": "0-3,8-9\n",
             "devices/system/node/node1/cpulist": "4-7\n",
             "devices/system/node/node2/cpulist": "\n",
@@ -143,8 +147,6 @@ def test_huge_pages_are_given_unless_they_are_off(text: str, given: bool, root: 
 def test_facts_of_a_system_that_says_nothing(root: Path) -> None:
     facts = read_facts([])
     assert (facts.cgroup_bytes, facts.huge_pages, facts.node_cpus, facts.gpu_nodes) == (None, False, {}, ())
-    make_files(root, {"fs/cgroup/memory.max": "max\n"})
-    assert read_facts([]).cgroup_bytes is None
 
 
 def test_facts_of_this_process() -> None:

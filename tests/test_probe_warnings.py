@@ -98,7 +98,7 @@ def test_a_disk_far_slower_than_the_link() -> None:
 
 def test_a_containers_memory() -> None:
     line = only_warning(made_up_findings(), replace(CALM_FACTS, cgroup_bytes=64 * GIB))
-    assert "the container may use 68.72 GB of the host's 549.76 GB" in line
+    assert "let this process use 68.72 GB of the host's 549.76 GB" in line
     assert "docker run --memory" in line
     assert find_warnings(made_up_findings(), replace(CALM_FACTS, cgroup_bytes=1024 * GIB)) == ()
 

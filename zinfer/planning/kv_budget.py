@@ -159,7 +159,8 @@ def find_budget(
         dtype,
         stated,
         most,
-        free_bytes if _is_bounded(limits) else None,
+        free_bytes,
+        is_bounded=_is_bounded(limits),
         on_cuda=limits.on_cuda,
         replays=limits.on_cuda and settings.cuda_graph is not False and not hosted,
     )

@@ -1,6 +1,5 @@
 """The sizes of passes with continuous batching, and the bytes of their activations."""
 
-import math
 from typing import Final, NamedTuple
 
 import torch
@@ -76,8 +75,9 @@ def find_pass_sizes(
     dtype: torch.dtype,
     stated: Batching,
     most: int,
-    free_bytes: int | None,
+    free_bytes: int,
     *,
+    is_bounded: bool,
     on_cuda: bool,
     replays: bool,
 ) -> PassSizes:
@@ -86,14 +86,16 @@ def find_pass_sizes(
     Args:
         spec: spec of the model with paged attention.
         most: largest useful number of tokens.
-        free_bytes: free device memory, for weights and everything else; None on a CPU without a cap: no limit.
+        free_bytes: free device memory, for weights and everything else.
+        is_bounded: the device has a memory of its own, or a cap. Otherwise only the activations of a pass depend on
+            ``free_bytes``, not what a layer or the sampler computes at once.
         on_cuda: as for `find_footprint`.
         replays: small passes may be captured as CUDA graphs.
     """
-    most_part_bytes = (free_bytes or 0) * _MOST_PART_SHARE
-    most_bytes = math.inf if free_bytes is None else free_bytes * _MOST_ACTIVATION_SHARE
+    most_part_bytes = free_bytes * _MOST_PART_SHARE if is_bounded else 0
+    most_bytes = free_bytes * _MOST_ACTIVATION_SHARE
     part_logits = MOST_PART_LOGITS
-    if free_bytes is not None:
+    if is_bounded:
         part_logits = max(min(part_logits, int(free_bytes * _MOST_SAMPLING_SHARE) // BYTES_A_LOGIT), spec.vocab)
 
     def layer_bytes(num_rows: int, num_tokens: int) -> int:

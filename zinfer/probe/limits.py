@@ -1,9 +1,7 @@
 """The device of a run, and its memory budgets: stated in the configuration, or shares of free memory."""
 
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 import psutil
@@ -11,6 +9,7 @@ import torch
 
 from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError
+from zinfer.probe.cgroups import free_group_bytes, memory_limit
 from zinfer.units import human_bytes
 
 # Shares of free memory for weights; the rest is for activations, the KV cache and other uses of the host.
@@ -19,7 +18,6 @@ _HOST_SHARE: Final = 0.8
 _MOST_HOST_SHARE: Final = 0.95
 _ENOUGH_HOST_REST: Final = 16 << 30  # 4 GiB for preempted sequences, the others for processes that compile kernels
 _CPU_SHARE: Final = 0.4  # on a CPU, device and host share one memory
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ def usual_host_bytes(free_bytes: int) -> int:
 
 def free_host_bytes() -> int:
     """Return the host memory that this process can use now."""
-    return min(int(psutil.virtual_memory().available), _free_in_cgroup())
+    return min(int(psutil.virtual_memory().available), free_group_bytes())
 
 
 def obtainable_host_bytes() -> int:
@@ -159,7 +157,7 @@ def obtainable_host_bytes() -> int:
 
     A virtual machine may show its memory only as it is used, so a container's limit counts more than what is free.
     """
-    return free_host_bytes() if cgroup_limit() is None else _free_in_cgroup()
+    return free_host_bytes() if memory_limit() is None else free_group_bytes()
 
 
 def free_device_bytes(limits: MachineLimits) -> int:
@@ -179,25 +177,3 @@ def allocatable_bytes(device: torch.device) -> int:
 def _free_on(device: torch.device) -> int:
     torch.cuda.empty_cache()  # memory cached by torch counts as free
     return int(torch.cuda.mem_get_info(device)[0])
-
-
-def cgroup_limit() -> int | None:
-    """Return the memory limit of the container (cgroup v2, "memory.max"); None: no limit."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-    except FileNotFoundError:  # not in a container, or cgroup v1
-        return None
-    return None if limit == "max" else int(limit)
-
-
-def _free_in_cgroup() -> int:
-    """Return the bytes left of the container's limit, which the machine's free memory does not reflect.
-
-    The kernel gives up what files have left in the page cache, as the machine's own count of free memory knows.
-    """
-    limit = cgroup_limit()
-    if limit is None:
-        return sys.maxsize
-    used_by = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    cached_bytes = int(used_by["inactive_file"]) + int(used_by["active_file"])
-    return max(0, limit - int((_CGROUP / "memory.current").read_text()) + cached_bytes)

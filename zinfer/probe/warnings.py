@@ -9,8 +9,8 @@ from typing import Final
 
 import psutil
 
+from zinfer.probe.cgroups import memory_limit
 from zinfer.probe.findings import Findings
-from zinfer.probe.limits import cgroup_limit
 from zinfer.ranks.numa import read_node, read_node_cpus
 from zinfer.units import human_bytes
 
@@ -44,7 +44,7 @@ def read_facts(gpu_addresses: Sequence[str | None]) -> HostFacts:
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostFacts(
         memory_bytes=psutil.virtual_memory().total,
-        cgroup_bytes=cgroup_limit(),
+        cgroup_bytes=memory_limit(),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         huge_pages=_read_huge_pages(),
         node_cpus=read_node_cpus(),
@@ -143,8 +143,9 @@ def _memory_limits(findings: Findings, facts: HostFacts) -> Iterator[str]:
     limit = facts.cgroup_bytes
     if limit is not None and limit < facts.memory_bytes:
         yield (
-            f"the container may use {human_bytes(limit)} of the host's {human_bytes(facts.memory_bytes)}, fewer blocks "
-            "fit into host memory: raise its limit (docker run --memory, the pod's resources.limits.memory)"
+            f"control groups let this process use {human_bytes(limit)} of the host's "
+            f"{human_bytes(facts.memory_bytes)}, so fewer blocks fit into host memory: raise the limit (docker run "
+            "--memory, the pod's resources.limits.memory, sbatch --mem, systemd's MemoryMax and MemoryHigh)"
         )
 
 
