@@ -84,8 +84,9 @@ def test_a_bad_prompt_stops_no_other(
 
 def test_a_text_that_the_cache_cannot_hold(folder: Path) -> None:
     with LLM(folder, device="cpu", kv_page_size=8, kv_cache_memory=4 * 8 * token_bytes(folder)) as llm:
-        long, short = llm.generate(by_ids([[3] * 40, [3] * 20]), SamplingParams(max_new_tokens=3))
+        long, full, short = llm.generate(by_ids([[3] * 40, [3] * 30, [3] * 20]), SamplingParams(max_new_tokens=3))
     assert long.error is not None
+    assert len(full.token_ids) == 3, "the last new token needs no place"
     assert "6 pages of 8 tokens, but the KV cache has 4" in long.error
     assert len(short.token_ids) == 3
 

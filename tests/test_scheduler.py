@@ -3,9 +3,12 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from paged_engine import PagedEngine, completion
 
 from zinfer.errors import PlanError
+from zinfer.scheduling.page_allocator import check_pages, max_tokens_alone
 from zinfer.scheduling.page_pool import HOLE, PagePool
 from zinfer.scheduling.schedule import Pass
 from zinfer.scheduling.scheduler import Scheduler
@@ -30,9 +33,13 @@ def step(scheduler: Scheduler) -> Pass:
     """A pass in which every next token is 7."""
     coming = scheduler.schedule()
     assert coming is not None
+    finish(scheduler, coming)
+    return coming
+
+
+def finish(scheduler: Scheduler, coming: Pass) -> None:
     scheduler.advance(coming)
     scheduler.receive([(chunk.sequence, 7) for chunk in coming.chunks if chunk.samples])
-    return coming
 
 
 def composition(coming: Pass) -> list[tuple[int, int, int]]:
@@ -215,6 +222,34 @@ def test_what_could_never_fit_is_refused_with_the_remedy() -> None:
         add(scheduler, 1, 60, max_new_tokens=6)
     add(scheduler, 2, 3)
     assert composition(step(scheduler)) == [(0, 0, 60)]
+
+
+@given(
+    num_pages=st.integers(1, 6),
+    page_size=st.sampled_from([1, 4, 16]),
+    num_prompt=st.integers(1, 60),
+    max_new_tokens=st.integers(1, 40),
+    window=st.none() | st.integers(1, 50),
+)
+def test_whoever_asks_whether_a_sequence_fits_gets_one_answer(
+    num_pages: int, page_size: int, num_prompt: int, max_new_tokens: int, window: int | None
+) -> None:
+    """The scheduler that runs it, plans, and the server's limit of lengths."""
+    scheduler = scheduler_of(num_pages, page_size, window=window)
+    if scheduler.fits(num_prompt, max_new_tokens):
+        check_pages(num_prompt, max_new_tokens, num_pages, page_size, window)
+        add(scheduler, 0, num_prompt, max_new_tokens)
+        while (coming := scheduler.schedule()) is not None:
+            finish(scheduler, coming)
+        assert scheduler.num_running == 0
+    else:
+        with pytest.raises(PlanError):
+            check_pages(num_prompt, max_new_tokens, num_pages, page_size, window)
+        with pytest.raises(PlanError):
+            add(scheduler, 0, num_prompt, max_new_tokens)
+    if window is None:
+        is_short = num_prompt + max_new_tokens <= max_tokens_alone(num_pages, page_size)
+        assert scheduler.fits(num_prompt, max_new_tokens) == is_short
 
 
 @pytest.mark.parametrize(("window", "num_pages"), [(1, 1), (2, 2), (5, 2), (6, 3), (8, 3), (1000, 25)])

@@ -10,13 +10,14 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from zinfer.config.settings import Batching
-from zinfer.errors import ConfigError, PlanError
+from zinfer.errors import ConfigError
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.job_estimator import JobEstimator, JobPrediction
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.placement import Plan
 from zinfer.planning.plan import Case
 from zinfer.planning.simulation import Simulations, simulated_ranks
+from zinfer.scheduling.page_allocator import check_pages
 from zinfer.scheduling.schedule import PassSize
 
 ROWS_TOGETHER: Final = 4096
@@ -244,15 +245,7 @@ class SizedJob:
 
     def check_longest(self, job: Job) -> None:
         """Raise PlanError if the cache does not hold the longest row."""
-        budget, (prompt_len, new_tokens) = self.budget, job.longest
-        if (num_pages := self._pages(prompt_len, new_tokens)) > budget.num_pages:
-            raise PlanError(
-                f"{prompt_len} prompt tokens and {new_tokens} new ones take {num_pages} pages of {budget.page_size} "
-                f"tokens, but the KV cache has {budget.num_pages}; give it more memory, or shorten the row"
-            )
-
-    def _pages(self, prompt_len: int, new_tokens: int) -> int:
-        return -(-(prompt_len + new_tokens) // self.budget.page_size)
+        check_pages(*job.longest, self.budget.num_pages, self.budget.page_size, self.estimator.window)
 
     @property
     def _least_pass_s(self) -> float:

@@ -19,6 +19,7 @@ from zinfer.probe.card import read_card
 from zinfer.probe.findings import recall
 from zinfer.probe.limits import find_limits
 from zinfer.ranks.mesh import ALONE, Mesh
+from zinfer.scheduling.page_allocator import pages_alone
 from zinfer.scheduling.speculation import choose_kind
 from zinfer.units import duration, human_bytes
 
@@ -114,8 +115,9 @@ def _pages_of_ranks(planned: JobPlan, mesh: Mesh) -> int:
     """
     budget, count = planned.budget, num_devices(planned.case.outline, mesh)
     repeated = (count - 1) * budget.footprint.activation_bytes
-    longest = sum(planned.job.longest)
-    return max(int(budget.num_pages * (1 - repeated / budget.kv_bytes)), -(-longest // budget.page_size))
+    return max(
+        int(budget.num_pages * (1 - repeated / budget.kv_bytes)), pages_alone(*planned.job.longest, budget.page_size)
+    )
 
 
 def split(sizes: Sizes) -> tuple[dict[str, int | str], dict[str, Any]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from zinfer.planning.job_estimator import JobEstimator
+from zinfer.scheduling.page_allocator import pages_alone
 from zinfer.scheduling.schedule import PassSize
 from zinfer.units import duration
 
@@ -79,7 +80,7 @@ def describe_unreachable(estimator: JobEstimator) -> str | None:
 def _under(estimator: JobEstimator, prompt_len: int, new_tokens: int, num_requests: int) -> ServingLatency:
     budget, most_tokens = estimator.budget, estimator.most_tokens
     each = 1 + prompt_len / new_tokens  # tokens of a pass by running sequence, with its successor's prompt
-    num_pages = -(-(prompt_len + new_tokens - 1) // budget.page_size)
+    num_pages = pages_alone(prompt_len, new_tokens, budget.page_size, estimator.window)
     fitting = min(budget.num_pages / num_pages, budget.max_sequences, most_tokens / each)
     running = max(min(num_requests, fitting), 1.0)
     num_tokens = min(math.ceil(running * each), most_tokens)

@@ -101,7 +101,7 @@ def _own_paths() -> dict[str, str]:
 
     Lines of /proc/self/cgroup are "4:memory:/slurm/job_5" and "0::/user.slice".
     """
-    paths = {}
+    paths: dict[str, str] = {}
     for line in _lines("proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)

@@ -34,6 +34,39 @@ def first_needed(position: int, window: int | None) -> int:
     return 0 if window is None else max(position - window + 1, 0)
 
 
+def pages_alone(num_prompt: int, max_new_tokens: int, page_size: int, window: int | None = None) -> int:
+    """Return the pages that a sequence needs to be completed.
+
+    Everything that asks whether a sequence fits the KV cache asks here: jobs, plans, the server and the scheduler.
+
+    Args:
+        num_prompt, max_new_tokens: tokens of the sequence; the last new one is never computed, so it has no place.
+        page_size: tokens of a page.
+        window: as for `first_needed`.
+    """
+    num_pages = -(-(num_prompt + max_new_tokens - 1) // page_size)
+    if window is None:
+        return num_pages
+    # One page more than the positions fill, if they begin at the last position of a page.
+    return min(num_pages, -(-(window - 1) // page_size) + 1)
+
+
+def max_tokens_alone(num_pages: int, page_size: int) -> int:
+    """Return the prompt and new tokens of the longest sequence that so many pages complete, without a window."""
+    return num_pages * page_size + 1
+
+
+def check_pages(num_prompt: int, max_new_tokens: int, num_pages: int, page_size: int, window: int | None) -> None:
+    """Raise PlanError if a KV cache of ``num_pages`` could not hold a sequence even alone."""
+    needed = pages_alone(num_prompt, max_new_tokens, page_size, window)
+    if needed > num_pages:
+        raise PlanError(
+            f"{num_prompt} prompt tokens and {max_new_tokens} new ones take {needed} pages of {page_size} tokens, but "
+            f"the KV cache has {num_pages}; shorten the prompt, lower max_new_tokens, or give the KV cache more memory "
+            "(zinfer.kv_cache_memory)"
+        )
+
+
 class PageAllocator:
     """Allocates pages of a pool.
 
@@ -53,27 +86,14 @@ class PageAllocator:
         self.is_short = False
         self.most_reserved = int(pool.num_pages * _MOST_RESERVED)
 
-    def pages_alone(self, num_prompt: int, max_new_tokens: int) -> int:
-        """Return the pages that a sequence needs to be completed; the last new token is never computed."""
-        num_pages = self._pool.pages_for(num_prompt + max_new_tokens - 1)
-        if self._window is None:
-            return num_pages
-        # One page more than the positions fill, if they begin at the last position of a page.
-        return min(num_pages, self._pool.pages_for(self._window - 1) + 1)
-
     def pages_of(self, sequence: Sequence) -> int:
         """Return `pages_alone` of a sequence."""
-        return self.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)
+        return pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens, self._pool.page_size, self._window)
 
     def check(self, sequence: Sequence) -> None:
         """Raise PlanError if the pool could not hold the sequence even alone."""
-        num_pages, pool = self.pages_of(sequence), self._pool
-        if num_pages > pool.num_pages:
-            raise PlanError(
-                f"{len(sequence.prompt_ids)} prompt tokens and {sequence.max_new_tokens} new ones take {num_pages} "
-                f"pages of {pool.page_size} tokens, but the KV cache has {pool.num_pages}; shorten the prompt, lower "
-                "max_new_tokens, or give the KV cache more memory"
-            )
+        pool = self._pool
+        check_pages(len(sequence.prompt_ids), sequence.max_new_tokens, pool.num_pages, pool.page_size, self._window)
 
     def num_free_for_prompts(self, num_others: int) -> int:
         """Return the pages that a prompt may take: all but one for each other running sequence, up to a maximum."""

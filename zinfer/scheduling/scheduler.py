@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from zinfer.scheduling.chunk_maker import ChunkMaker
 from zinfer.scheduling.claims import Claims
 from zinfer.scheduling.guessing import chunks_with_guesses
-from zinfer.scheduling.page_allocator import PageAllocator, first_needed
+from zinfer.scheduling.page_allocator import PageAllocator, first_needed, pages_alone
 from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.pass_sets import PassSets
@@ -134,7 +134,7 @@ class Scheduler:
 
     def fits(self, num_prompt: int, max_new_tokens: int) -> bool:
         """Whether the pool holds such a sequence alone."""
-        return self._allocator.pages_alone(num_prompt, max_new_tokens) <= self.pool.num_pages
+        return pages_alone(num_prompt, max_new_tokens, self.pool.page_size, self._window) <= self.pool.num_pages
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence to the waiting queue; numbers must increase.

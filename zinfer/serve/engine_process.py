@@ -19,6 +19,7 @@ from zinfer.ranks.environment import own_rank
 from zinfer.ranks.group import join_group
 from zinfer.ranks.open_models import fail_models, failing_together
 from zinfer.ranks.rank_watch import watch_job
+from zinfer.scheduling.page_allocator import max_tokens_alone
 from zinfer.serve.embedding_engine import EmbeddingEngine
 from zinfer.serve.engine_report import EngineReport
 from zinfer.serve.engine_requests import EngineRequests
@@ -186,7 +187,8 @@ class CompletionEngine:
         budget = llm.batching
         lengths = usual_lengths(llm.limits.most_tokens)
         latency = describe_latency(llm.predict_latency(*lengths, LOADS), *lengths)
-        connection.send(Ready(llm.vocab_size, llm.limits, budget.num_pages * budget.page_size, latency))
+        most_tokens = max_tokens_alone(budget.num_pages, budget.page_size)
+        connection.send(Ready(llm.vocab_size, llm.limits, most_tokens, latency))
         reporting = asyncio.create_task(self._report(connection))
         try:
             while isinstance(message := await self._next(messages, reporting), Submit | Cancel):
