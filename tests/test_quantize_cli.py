@@ -226,3 +226,17 @@ def test_the_report_is_written_and_its_options_are_checked_first(tmp_path: Path)
     assert result.exit_code == 0, result.output
     assert page.read_text().count("<rect") == 2 * 7
     assert "quantization errors" in result.stdout
+
+
+def test_errors_are_reported_where_the_models_cannot_be_compared(tmp_path: Path) -> None:
+    model = tiny_checkpoint("llama", tmp_path / "model", num_layers=2)
+    page, rows, config = tmp_path / "report.html", tmp_path / "rows.jsonl", tmp_path / "config.json"
+    rows.write_text('{"prompt_token_ids": [5, 6]}\n')
+    small = {"quantization": {"bits": 4, "group_size": 32}, "max_device_memory": "20kB"}
+    config.write_text(json.dumps({"zinfer": {"device": "cpu", **small}}))
+    files = {"model": model, "output": tmp_path / "store", "config": config, "report": page, "prompts": rows}
+    arguments = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    result = CliRunner().invoke(app, ["quantize", *arguments])
+    assert result.exit_code == 2, result.output
+    assert "max_device_memory" in result.stderr
+    assert page.read_text().count("<rect") == 2 * 7

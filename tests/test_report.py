@@ -74,6 +74,28 @@ def test_more_bits_agree_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (same.change, same.equal_tokens, same.perplexity_ratio) == (0, 1, 1)
 
 
+def test_a_model_that_runs_no_ragged_batches_gives_the_figures_of_its_rows_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint("llama", tmp_path / "model", num_layers=3)
+    store = store_of(folder, tmp_path / "store", {"bits": 4, "group_size": 32})
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [[5, 9, 23, 77, 40], [7], [8] * 20]
+    prompts.write_text("".join(json.dumps({"id": len(row), "prompt_token_ids": row}) + "\n" for row in rows))
+    settings = resolve_settings({"zinfer": {"device": "cpu"}})
+    together = compare_models(folder, store, prompts, settings)
+    monkeypatch.setattr("zinfer.evaluation.compare.check_family", refuse)
+    alone = compare_models(folder, store, prompts, settings)
+    assert (together.num_prompts, together.num_tokens) == (alone.num_prompts, alone.num_tokens) == (3, 4 + 0 + 19)
+    assert together.full_log_likelihood == pytest.approx(alone.full_log_likelihood, rel=1e-4)
+    assert together.quantized_log_likelihood == pytest.approx(alone.quantized_log_likelihood, rel=1e-4)
+    assert together.equal_tokens == alone.equal_tokens < 1
+
+
+def refuse(model: object) -> str:
+    raise ConfigError("not in ragged batches")
+
+
 def test_a_row_that_is_no_prompt_is_named(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"id": "a", "prompt": "1+2="}) + "\n" + json.dumps({"id": "b", "promt": "x"}) + "\n")

@@ -76,7 +76,7 @@ class LLM(BatchedModel):
     def __init__(
         self,
         model: str | os.PathLike[str] | Checkpoint | nn.Module,
-        config: str | os.PathLike[str] | Mapping[str, object] | None = None,
+        config: str | os.PathLike[str] | Mapping[str, object] | Settings | None = None,
         *,
         tokenizer: Any = None,
         swaps_to_disk: bool | None = None,

@@ -101,11 +101,12 @@ def _write_report(model: Path, store: Path, report: Path, prompts: Path | None, 
     from zinfer.evaluation.page import error_table, write_page
     from zinfer.evaluation.weight_error import measure_errors
 
-    errors = list(measure_errors(Checkpoint.open(model), Checkpoint.open(store)))
-    plain = replace(settings, quantization=None)
-    agreement = compare_models(model, store, prompts, plain) if prompts is not None else None
+    errors, agreement = list(measure_errors(Checkpoint.open(model), Checkpoint.open(store))), None
+    write_page(report, store.name, errors, None)  # first: comparing the models takes the longest, and may fail
+    if prompts is not None:
+        agreement = compare_models(model, store, prompts, replace(settings, quantization=None))
+        write_page(report, store.name, errors, agreement)
     Console().print(error_table(errors, agreement))
-    write_page(report, store.name, errors, agreement)
     say(f"the report is in {report}")
 
 

@@ -32,7 +32,7 @@ _DEFAULTS = Settings()
 
 
 def resolve_settings(
-    config: str | os.PathLike[str] | Mapping[str, object] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, object] | Settings | None = None,
     kwargs: Mapping[str, object] | None = None,
     *,
     is_module: bool = False,
@@ -46,7 +46,8 @@ def resolve_settings(
 
     Args:
         config: a dict or the path of a JSON file, with DeepSpeed's inference keys, its training-style sections
-            (`zero_optimization`, `aio`, `fp16` ...) or both. zinfer's own keys are under "zinfer".
+            (`zero_optimization`, `aio`, `fp16` ...) or both. zinfer's own keys are under "zinfer". Settings are
+            returned as they are, and go with no kwargs.
         kwargs: the same keys; zinfer's own need no section here.
         is_module: the model is a module, whose weights are in memory unless a checkpoint is given.
         swaps: an `LLM` runs the model, which may swap preempted sequences to `nvme_path`.
@@ -56,6 +57,9 @@ def resolve_settings(
         ConfigError: an unreadable file, an unknown key, an invalid value, a feature that is not available yet, or
             contradicting keys. The message names the key's full path and the remedy.
     """
+    if isinstance(config, Settings):
+        assert not kwargs, "settings are resolved already"
+        return config
     in_file = isinstance(config, str | os.PathLike)
     everything = merge(
         read(config_keys(config), f"{config}" if in_file else "config", in_file=in_file),

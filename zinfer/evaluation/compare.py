@@ -1,19 +1,28 @@
 """Compare a model with its quantized version: likelihoods and greedy tokens."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
+from zinfer.batching.llm import LLM
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.engine import InferenceEngine
-from zinfer.jobs.token_rows import padded, read_token_rows
+from zinfer.errors import ConfigError, PlanError
+from zinfer.jobs.token_rows import read_token_rows
+from zinfer.model.batching_support import check_family
 from zinfer.model.build import build_meta_model
+from zinfer.model.partition import ModelBlock
+from zinfer.model.spec import ModelSpec
+from zinfer.planning.memory import Footprint, Request, find_footprint
+from zinfer.probe.limits import MachineLimits
+from zinfer.requests.sampling_params import SamplingParams
 
-_BATCH_SIZE: Final = 16
 _NUM_NEW_TOKENS: Final = 16
 
 
@@ -60,6 +69,8 @@ def check_prompts(source: Path, prompts: Path, settings: Settings) -> None:
 def compare_models(source: Path, store: Path, prompts: Path, settings: Settings) -> Agreement:
     """Run both models over a JSONL file of prompts, one model after the other.
 
+    Prompts share passes in `zinfer.LLM`. A model that it does not take runs them one after the other.
+
     Args:
         source, store: checkpoint folders; the source has the tokenizer.
         prompts: JSONL with rows like those of `zinfer run`.
@@ -67,45 +78,79 @@ def compare_models(source: Path, store: Path, prompts: Path, settings: Settings)
 
     Raises:
         ConfigError: a row is invalid or does not fit the model; names its line.
-        CheckpointError: like `zinfer.init_inference`.
+        CheckpointError, PlanError: like `zinfer.LLM` and `zinfer.init_inference`.
     """
-    full, num_tokens, full_new = _run(source, source, prompts, settings)
-    quantized, _, quantized_new = _run(store, source, prompts, settings)
-    equal = [one == other for one, other in zip(full_new, quantized_new, strict=True)]
+    tree = build_meta_model(Checkpoint.open(source), settings.dtype)
+    rows = read_token_rows(prompts, source, tree, settings.max_out_tokens, _NUM_NEW_TOKENS)
+    measure = _together if _runs_batched(tree) else _alone
+    full, quantized = measure(source, rows, settings), measure(store, rows, settings)
+    pairs = zip(full, quantized, strict=True)
+    num_equal = sum(one == other for each, its in pairs for one, other in zip(each.new, its.new, strict=True))
+    num_tokens = sum(len(row) - 1 for row in rows)
     return Agreement(
-        num_prompts=len(equal) // _NUM_NEW_TOKENS,
+        num_prompts=len(rows),
         num_tokens=num_tokens,
-        full_log_likelihood=full,
-        quantized_log_likelihood=quantized,
+        full_log_likelihood=sum(each.log_likelihood for each in full) / max(num_tokens, 1),
+        quantized_log_likelihood=sum(each.log_likelihood for each in quantized) / max(num_tokens, 1),
         num_new_tokens=_NUM_NEW_TOKENS,
-        equal_tokens=sum(equal) / max(len(equal), 1),
+        equal_tokens=num_equal / max(len(rows) * _NUM_NEW_TOKENS, 1),
     )
 
 
-def _run(model: Path, tokenizer: Path, prompts: Path, settings: Settings) -> tuple[float, int, list[int]]:
-    """Return the prompts' mean log-likelihood, the number of tokens in it, and all new tokens."""
-    engine = InferenceEngine(model, settings)
+class _Scored(NamedTuple):
+    """The summed log-likelihood of a prompt's tokens but the first, and its greedy new tokens."""
+
+    log_likelihood: float
+    new: Sequence[int]
+
+
+def _runs_batched(tree: PreTrainedModel) -> bool:
     try:
-        rows = read_token_rows(prompts, tokenizer, engine.module, settings.max_out_tokens, _NUM_NEW_TOKENS)
-        total, num_tokens, new_tokens = 0.0, 0, list[int]()
-        for begin in range(0, len(rows), _BATCH_SIZE):
-            batch = rows[begin : begin + _BATCH_SIZE]
-            ids, mask = padded(batch)
-            total += _log_likelihood(engine, ids, mask)
-            num_tokens += int(mask[:, 1:].sum())
-            for row in batch:
-                new_tokens += _greedy(engine, row)
-        return total / max(num_tokens, 1), num_tokens, new_tokens
+        check_family(tree)
+    except ConfigError:
+        return False
+    return True
+
+
+def _together(model: Path, rows: Sequence[tuple[int, ...]], settings: Settings) -> list[_Scored]:
+    """Score and continue all rows in shared passes."""
+    params = SamplingParams(max_new_tokens=_NUM_NEW_TOKENS, ignore_eos=True, prompt_logprobs=0)
+    with LLM(model, settings) as llm:
+        found = llm.generate([{"prompt_token_ids": list(row)} for row in rows], params)
+    for each in found:
+        if each.error is not None:
+            raise PlanError(f"{model}: prompt {each.prompt_index + 1}: {each.error}")
+    return [
+        _Scored(sum(scores.chosen for scores in each.prompt_logprobs or () if scores is not None), each.token_ids)
+        for each in found
+    ]
+
+
+def _alone(model: Path, rows: Sequence[tuple[int, ...]], settings: Settings) -> list[_Scored]:
+    """Score and continue one row after the other, with memory for the logits of all its positions."""
+    longest = max(map(len, rows), default=1)
+
+    def find_reserve(
+        module: PreTrainedModel, blocks: Sequence[ModelBlock], limits: MachineLimits, free_bytes: int
+    ) -> Footprint:
+        spec, dtype = ModelSpec.read(module.config), module.dtype
+        footprint = find_footprint(spec, dtype, Request(1, longest, _NUM_NEW_TOKENS), on_cuda=limits.on_cuda)
+        logits_bytes = longest * spec.vocab * (dtype.itemsize + 2 * torch.float32.itemsize)
+        return replace(footprint, activation_bytes=footprint.activation_bytes + logits_bytes)
+
+    engine = InferenceEngine(model, settings, find_reserve=find_reserve)
+    try:
+        return [_Scored(_log_likelihood(engine, row), _greedy(engine, row)) for row in rows]
     finally:
         engine.destroy()
 
 
-def _log_likelihood(engine: InferenceEngine, ids: torch.Tensor, mask: torch.Tensor) -> float:
-    """Return the summed log-likelihood of all tokens but each row's first."""
-    logits = engine(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    logs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
-    chosen = logs.gather(-1, ids[:, 1:].to(logs.device).unsqueeze(-1)).squeeze(-1)
-    return float((chosen * mask[:, 1:].to(logs.device)).sum())
+def _log_likelihood(engine: InferenceEngine, row: tuple[int, ...]) -> float:
+    """Return the summed log-likelihood of all tokens but the first."""
+    ids = torch.tensor([row])
+    logits = engine(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    logs = torch.log_softmax(logits[0, :-1].float(), dim=-1)
+    return float(logs.gather(-1, ids[0, 1:].to(logs.device).unsqueeze(-1)).sum())
 
 
 def _greedy(engine: InferenceEngine, row: tuple[int, ...]) -> list[int]:
