@@ -5,8 +5,11 @@ import os
 import random
 import re
 import resource
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from faults_support import own_descriptors
 
 from zinfer.nvme.memory import map_memory
 from zinfer.nvme.scratch import ScratchError, ScratchFile
+from zinfer.nvme.temporary_folder import is_in_use, temporary_folder
 
 PLACE = 4096
 
@@ -144,3 +148,35 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     with pytest.raises(ScratchError, match="making it: ") as refused:
         ScratchFile(tmp_path / "file" / "folder", PLACE)
     assert str(tmp_path / "file") in str(refused.value)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_folder_of_an_owner_that_was_killed_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """The next may want a folder of another kind; a folder that is not known as one's is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    parent = tmp_path if named else None
+    assert not is_in_use(tmp_path), "no temporary folder"
+    begun, go_on = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(go_on[1])  # it ends with its parent
+        with temporary_folder("bench", parent) as own:
+            (own / "weights").write_bytes(b"0")
+            os.write(begun[1], b".")
+            os.read(go_on[0], 1)
+        os._exit(0)
+    os.read(begun[0], 1)
+    [held] = tmp_path.iterdir()
+    (tmp_path / "zinfer-of-others").mkdir()
+    an_hour_ago_s = time.time() - 3600
+    os.utime(held, (an_hour_ago_s, an_hour_ago_s))
+    with temporary_folder("serve", parent):
+        assert is_in_use(held), "its owner lives"
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert not is_in_use(held)
+    with temporary_folder("serve", parent) as own:
+        assert {each.name for each in tmp_path.iterdir()} == {own.name, "zinfer-of-others"}
+    assert [each.name for each in tmp_path.iterdir()] == ["zinfer-of-others"]

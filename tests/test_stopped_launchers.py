@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,6 @@ from jobs_support import letters_model, prompt_rows, write_rows
 from ranks_job_support import END_S, Job, ended
 
 import zinfer.cli.rank_endings
-from zinfer.cli.launch_folder import is_in_use, launch_folder
 
 STOPPED_S: Final = 2
 STOPPING: Final = """
@@ -98,29 +96,3 @@ def test_time_in_which_the_launcher_is_stopped_too_does_not_count(job: Job) -> N
         each.resume()
     [(code, _, said)] = ended([launcher])
     assert code == 0, said
-
-
-def test_the_folder_of_a_launcher_that_was_killed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert not is_in_use(tmp_path), "no launcher's"
-    begun, go_on = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(go_on[1])  # it ends with its parent
-        with launch_folder():
-            os.write(begun[1], b".")
-            os.read(go_on[0], 1)
-        os._exit(0)
-    os.read(begun[0], 1)
-    [held] = tmp_path.iterdir()
-    (tmp_path / "zinfer-ranks-of-others").mkdir()
-    an_hour_ago_s = time.time() - 3600
-    os.utime(held, (an_hour_ago_s, an_hour_ago_s))
-    with launch_folder():
-        assert is_in_use(held), "its launcher lives"
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert not is_in_use(held)
-    with launch_folder() as own:
-        assert {each.name for each in tmp_path.iterdir()} == {own.name, "zinfer-ranks-of-others"}
-    assert [each.name for each in tmp_path.iterdir()] == ["zinfer-ranks-of-others"]

@@ -8,11 +8,11 @@ import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from zinfer.chat.client import ChatClient
 from zinfer.errors import ConfigError, JobError
+from zinfer.nvme.temporary_folder import temporary_folder
 
 _LOOK_EVERY_S: Final = 0.1
 _CLOSE_S: Final = 60.0
@@ -32,8 +32,8 @@ async def local_client(words: Sequence[str], options: Mapping[str, Any]) -> Asyn
         ConfigError: the model or its settings cannot be used.
         JobError: the server failed.
     """
-    with TemporaryDirectory(prefix="zinfer-chat-") as folder:
-        path, log = Path(folder) / "socket", Path(folder) / "log"
+    with temporary_folder("chat") as folder:
+        path, log = folder / "socket", folder / "log"
         command = [sys.executable, "-m", "zinfer", "serve", "--uds", str(path), "--drain", "0", *words]
         with log.open("wb") as said:
             process = await asyncio.create_subprocess_exec(

@@ -15,9 +15,9 @@ from uuid import uuid4
 import typer
 
 from zinfer.cli.ending import EXIT_ROWS_FAILED, EXIT_STOPPED, ending_signals, say
-from zinfer.cli.launch_folder import is_in_use, launch_folder
 from zinfer.cli.rank_endings import LAUNCHER, first_cause, killing_silent_ranks, read_endings
 from zinfer.errors import ConfigError
+from zinfer.nvme.temporary_folder import is_in_use, temporary_folder
 from zinfer.ranks.announcing import announce
 from zinfer.ranks.environment import host_name, is_several, num_started
 from zinfer.ranks.sockets import SILENCE_S
@@ -123,7 +123,7 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # the launcher reports each signal that it passes on
-    with launch_folder() as folder:
+    with temporary_folder("ranks") as folder:
         endings = folder / "endings.jsonl"
         endings.touch()
         os.environ[LAUNCHER] = str(endings)

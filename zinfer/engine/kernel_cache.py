@@ -5,17 +5,18 @@ is killed leaves kernels that do not count. But it trusts the files of a group: 
 a full disk or a loss of power, would end a job with an error of json, of a lookup or of the driver.
 """
 
+import atexit
 import json
 import logging
 import os
 import struct
 from codecs import utf_8_decode
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryFile
 from threading import Thread
 from typing import Final
 
@@ -27,6 +28,7 @@ from zinfer import __version__
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.errors import ConfigError
+from zinfer.nvme.temporary_folder import temporary_folder
 
 log = logging.getLogger("zinfer")
 
@@ -123,13 +125,15 @@ def ensure_kernel_cache() -> None:
         check_kernel_cache()
     except ConfigError as error:
         log.warning("%s. Until then each process compiles them again", error)
-        triton.knobs.cache.dir = _for_this_process().name
+        triton.knobs.cache.dir = str(_for_this_process())
 
 
 @cache
-def _for_this_process() -> "TemporaryDirectory[str]":
+def _for_this_process() -> Path:
     """The folder is deleted as the process ends."""
-    return TemporaryDirectory(prefix="zinfer-kernels-")
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(temporary_folder("kernels"))
 
 
 def kernels_name(checkpoint: Checkpoint, settings: Settings) -> str:

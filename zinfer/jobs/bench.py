@@ -1,7 +1,6 @@
 """A job without weights: random weights of a model's shape, random prompts, and the speed beside its prediction."""
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from zinfer.jobs.rivals import Task, is_installed
 from zinfer.jobs.summary import weights_line
 from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.outline import is_known_model, made_up_model
+from zinfer.nvme.temporary_folder import temporary_folder
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
 from zinfer.planning.job_estimator import JobPrediction
@@ -72,9 +72,8 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
     scratch = settings.offload.nvme_path
     if scratch is not None:
         scratch.mkdir(parents=True, exist_ok=True)
-    with shown(Meter(console)) as meter, tempfile.TemporaryDirectory(prefix="zinfer-bench-", dir=scratch) as temporary:
+    with shown(Meter(console)) as meter, temporary_folder("bench", scratch) as folder:
         say_without_effect(settings, meter.note)
-        folder = Path(temporary)
         checkpoint, every = _prepare(request, settings, folder)
         prompts = share_of(every, mesh.share_of(place), mesh, request)
         if group is not None and request.compare and len(set(group.hosts)) > 1:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import uvicorn
 import uvloop
 
+from zinfer.nvme.temporary_folder import temporary_folder
 from zinfer.serve import files_folder
 from zinfer.serve.app import MOST_BODY_BYTES, MOST_FILE_BYTES, make_app
 from zinfer.serve.http_protocol import bounded_protocol
@@ -116,8 +116,8 @@ def serve(
     """
     _raise_file_limit()
     own = nullcontext() if options.folder is None else files_folder.locked(options.folder)
-    with own, TemporaryDirectory(prefix="zinfer-serve-") as folder:
-        replicas = [Replica(index, command, Path(folder)) for index, command in enumerate(commands)]
+    with own, temporary_folder("serve") as folder:
+        replicas = [Replica(index, command, folder) for index, command in enumerate(commands)]
         # asyncio's own loop leaves Nagle's algorithm on here: a body waits 40 ms for its head's acknowledgement.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(Service(replicas, tokenizer, options.names, limits), options, say))
