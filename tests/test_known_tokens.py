@@ -51,7 +51,7 @@ def rows() -> list[tuple[str, SamplingParams]]:
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 1.0, "seed": 3, "top_p": 0.9},
-        {"temperature": 1.0, "n": 2, "logprobs": 3},
+        {"temperature": 1.0, "seed": 4, "n": 2, "logprobs": 3},
         {"stop": ["a", "e"], "logprobs": 0},
         {"structured_outputs": StructuredOutputsParams(regex="[a-d]{2,9}")},
         {"prompt_logprobs": 1},

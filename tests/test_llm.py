@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,17 @@ def test_sampled_tokens_are_those_alone(llm: LLM, prompts: list[list[int]]) -> N
     assert [each.token_ids for each in together] != [each.token_ids for each in other]
 
 
-def test_samples_of_a_prompt_differ_and_repeat(llm: LLM, prompts: list[list[int]]) -> None:
-    params = SamplingParams(max_new_tokens=8, temperature=3.0, n=4)
+@pytest.mark.parametrize("seed", [None, 7])
+def test_samples_differ_and_their_seeds_repeat_them(llm: LLM, prompts: list[list[int]], seed: int | None) -> None:
+    params = SamplingParams(max_new_tokens=8, temperature=3.0, n=4, seed=seed)
     first = llm.generate(by_ids(prompts[:2]), params)
     assert [(each.prompt_index, each.sample_index) for each in first] == [(p, s) for p in range(2) for s in range(4)]
     assert len({each.token_ids for each in first}) == 8
-    assert llm.generate(by_ids(prompts[:2]), params) == first
+    assert (llm.generate(by_ids(prompts[:2]), params) == first) == (seed is not None)
+    for each in first:
+        again = llm.generate(by_ids(prompts)[each.prompt_index], replace(params, n=1, seed=each.seed))[0]
+        assert (again.token_ids, again.seed) == (each.token_ids, each.seed)
+    assert llm.generate(by_ids(prompts[:1]), SamplingParams(max_new_tokens=1))[0].seed is None, "nothing is drawn"
 
 
 def test_a_negative_seed_is_that_plus_two_to_the_64(llm: LLM, prompts: list[list[int]]) -> None:

@@ -179,7 +179,12 @@ def check_alone(folder: Path, results: Results) -> None:
                         assert call.kind == "cancel"
                         num_cancelled += 1
                     else:
-                        other = wanted[each.prompt_index, each.sample_index]
+                        place = each.prompt_index, each.sample_index
+                        other = wanted[place] if (params := call.params[place[0]]).seed is not None else None
+                        if other is None:  # drawn with the seed that the first rank chose
+                            own = params if params.is_greedy else replace(params, n=1, seed=each.seed)
+                            (other,) = llm.generate(call.prompts[place[0]], own)
+                            other = replace(other, prompt_index=place[0], sample_index=place[1])
                         assert replace(each, logprobs=other.logprobs) == other  # they depend on the batch's size
                         num_checked += 1
     assert num_cancelled > 0

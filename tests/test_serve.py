@@ -114,6 +114,32 @@ def test_several_prompts_with_several_choices_each(client: openai.OpenAI, alone:
     assert len(set(texts.values())) > 1
 
 
+@pytest.mark.parametrize("num_requests", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_requests_without_a_seed_are_drawn_by_the_models_probabilities(
+    server: Server, model: Path, num_requests: int
+) -> None:
+    """The statistic of chi-square stays below its 99.9999 % point; a choice's own seed repeats it."""
+    params = SamplingParams(max_new_tokens=1, logprobs=3)
+    with LLM(str(model), device="cpu") as llm:
+        (likely,) = llm.generate("abc", params)[0].logprobs or ()
+    body: dict[str, Any] = {"prompt": "abc", "max_tokens": 1, "allowed_token_ids": likely.top_ids}
+    expected = torch.tensor(likely.top).softmax(0) * num_requests
+    counts: dict[str, int] = {}
+    with server.http() as http:
+        for number in range(num_requests):
+            choice = http.post("/v1/completions", json=body).json()["choices"][0]
+            counts[choice["text"]] = counts.get(choice["text"], 0) + 1
+            if number < 20:
+                again = http.post("/v1/completions", json={**body, "seed": choice["seed"]}).json()["choices"][0]
+                assert again == choice
+        chunks = list(http.post("/v1/completions", json={**body, "stream": True}).iter_lines())
+    assert any('"seed": ' in line for line in chunks)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = torch.tensor([float(counts.pop(tokenizer.decode(each), 0)) for each in likely.top_ids])
+    assert not counts
+    assert ((found - expected) ** 2 / expected).sum() < 27.6
+
+
 def test_parameters_and_logprobs_are_those_of_llm(client: openai.OpenAI, model: Path) -> None:
     options: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 3, "logit_bias": {"40": -100}}
     options |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "stop": ["zz"]}

@@ -133,7 +133,7 @@ def given_params() -> list[SamplingParams]:
     return [
         SamplingParams(max_new_tokens=37),
         SamplingParams(**sampled, seed=1),
-        SamplingParams(**sampled, top_p=0.9, top_k=20, min_p=0.01),
+        SamplingParams(**sampled, seed=2, top_p=0.9, top_k=20, min_p=0.01),
         SamplingParams(**sampled, seed=5, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
         SamplingParams(max_new_tokens=25, repetition_penalty=1.5, logprobs=3),
         SamplingParams(max_new_tokens=20, bad_words=("a", "bc"), min_new_tokens=9, stop_token_ids=tuple(range(30))),
@@ -294,7 +294,8 @@ def served(rank: int, folder: Path) -> list[Served]:
         with in_lockstep(folder, 2, **each) as (llm, passes):
             few = (5, 9, 20) if "speculate" in each else None  # so that the text repeats itself
             params = [
-                SamplingParams(max_new_tokens=30 + at, allowed_token_ids=few, temperature=at % 2) for at in range(6)
+                SamplingParams(max_new_tokens=30 + at, allowed_token_ids=few, temperature=at % 2, seed=at)
+                for at in range(6)
             ]
             completions = llm.generate(PROMPTS[:6], params)
             found.append((passes, [one.token_ids for one in completions], llm.stats().accepted_tokens))

@@ -1,7 +1,8 @@
 """Pairs the calls that this rank makes with the equal ones of the group's first rank, which all ranks compute.
 
 Ranks make the same calls, but not at the same time, and several threads make them in another order on each rank. So
-calls are paired by their requests. Which of two equal calls gets which results makes no difference.
+calls are paired by their requests. Of two equal calls the one made first here gets the results of the one made first
+there; a random seed is the first rank's.
 """
 
 import threading
@@ -24,7 +25,7 @@ class LedCall:
 
     Args:
         number: place in the order of the first rank's calls.
-        content: its requests as they were received.
+        content: its requests as they were received; those of the claiming calls may have other random seeds.
         requests: the same for this rank's batcher.
 
     Attributes:
@@ -32,7 +33,8 @@ class LedCall:
     """
 
     def __init__(self, number: int, content: Sequence[SentRequest], requests: Sequence[Request]) -> None:
-        self.number, self.content, self.requests = number, content, requests
+        self.number, self.requests = number, requests
+        self.content = tuple(each.call for each in content)
         self._num_left = len(requests)
         self._lock = threading.Lock()
         self._unread: list[Event | BaseException] | None = []

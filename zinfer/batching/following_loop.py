@@ -59,7 +59,7 @@ class FollowingLoop(ServingLoop):
             RuntimeError: as `ServingLoop.submit`.
         """
         self._check_caller()
-        self._claims.claim(tuple(request.sent for request in handle.requests), handle)
+        self._claims.claim(tuple(request.sent.call for request in handle.requests), handle)
 
     def cancel(self, handle: Handle) -> None:
         """Nothing: the first rank decides whether the call is cancelled."""

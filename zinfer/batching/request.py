@@ -2,14 +2,13 @@
 
 import threading
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from zinfer.errors import ConfigError
-from zinfer.requests.completion import Completion, text_seed
+from zinfer.requests.completion import Completion, choose_seed
 from zinfer.requests.detokenizer import Detokenizer
 from zinfer.requests.grammar import Grammar, GrammarCompiler
 from zinfer.requests.length_limits import LengthLimits
@@ -36,6 +35,11 @@ class SentRequest(NamedTuple):
     has_detokenizer: bool
     precedence: Precedence
     known_ids: "array[int] | None"
+
+    @property
+    def call(self) -> "SentRequest":
+        """What the same request of another rank has in common with it: all but a seed that each rank draws."""
+        return self if self.params.seed is not None else self._replace(seed=0)
 
 
 @dataclass(eq=False)
@@ -73,7 +77,7 @@ class Request:
 
     @property
     def sent(self) -> SentRequest:
-        """The request without its state, to be sent to other ranks; equal for equal requests."""
+        """The request without its state, to be sent to other ranks."""
         place = self.prompt_index, self.sample_index, self.prompt_ids, self.params, self.seed
         words, is_told = tuple(map(tuple, self.bad_word_ids)), self.detokenizer is not None
         return SentRequest(*place, self.end_token_ids, words, is_told, self.precedence, self.known_ids)
@@ -126,7 +130,6 @@ class RequestBuilder:
             )
         requests: list[Request] = []
         refused: list[Completion] = []
-        num_seen: Counter[bytes] = Counter()
         for begin in range(0, len(pairs), _PROMPTS_AT_ONCE):
             several = pairs[begin : begin + _PROMPTS_AT_ONCE]
             with self._lock:
@@ -135,7 +138,7 @@ class RequestBuilder:
                 try:
                     grammar = self._grammar(own)  # before the lock: it may take seconds
                     with self._lock:
-                        requests += self._samples(index, prompt, own, variables, num_seen, grammar, deltas, precedence)
+                        requests += self._samples(index, prompt, own, variables, grammar, deltas, precedence)
                 except ConfigError as error:
                     refused += [Completion.failed(index, sample, str(error)) for sample in range(own.n)]
         for request in requests:
@@ -184,7 +187,6 @@ class RequestBuilder:
         prompt: PromptLike,
         params: SamplingParams,
         variables: Mapping[str, Any],
-        num_seen: Counter[bytes],
         grammar: Grammar | None,
         deltas: bool,
         precedence: Precedence,
@@ -194,16 +196,13 @@ class RequestBuilder:
         ends = frozenset() if params.ignore_eos else self._end_token_ids
         bad_word_ids = self._encoder.bad_word_ids(params)
         prompt_end = self._prompt_end(prompt_ids, params)
-        name = prompt_ids.tobytes()
-        repeat = num_seen[name]
-        num_seen[name] += 1
         return [
             Request(
                 index,
                 sample,
                 prompt_ids,
                 params,
-                0 if params.is_greedy else text_seed(params.seed, prompt_ids, repeat, sample),
+                0 if params.is_greedy else choose_seed(params.seed, prompt_ids, sample),
                 StopCriteria(self._tokenizer, params, ends, prompt_end),
                 ends,
                 bad_word_ids,

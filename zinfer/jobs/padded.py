@@ -23,7 +23,7 @@ from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.token_rows import padded
 from zinfer.model.context_length import is_encoder_decoder
-from zinfer.requests.completion import Completion, not_finite, text_seed
+from zinfer.requests.completion import Completion, choose_seed, not_finite
 from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.prompt_end import PromptEnd, find_prompt_end
 from zinfer.requests.sampling_params import SamplingParams
@@ -92,6 +92,7 @@ class PaddedSequence:
 
     prompt: Prompt
     sample: int
+    seed: int
     end_token_ids: frozenset[int]
     stop_criteria: StopCriteria
     token_ids: list[int] = field(default_factory=list)
@@ -106,12 +107,12 @@ class PaddedSequence:
         """Return a new sequence without tokens."""
         params = prompt.params
         ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
-        return cls(prompt, sample, ends, StopCriteria(tokenizer, params, ends, prompt_end))
+        seed = choose_seed(params.seed, prompt.token_ids, sample)
+        return cls(prompt, sample, seed, ends, StopCriteria(tokenizer, params, ends, prompt_end))
 
     def row(self) -> Row:
         """Return the sampler's input for the next token."""
-        prompt = self.prompt
-        uniform_at = partial(row_uniform, text_seed(prompt.params.seed, prompt.token_ids, 0, self.sample))
+        prompt, uniform_at = self.prompt, partial(row_uniform, self.seed)
         return Row(prompt.params, prompt.token_ids, self.token_ids, self.end_token_ids, uniform_at, prompt.bad_word_ids)
 
     def completion(self) -> Completion:
@@ -127,7 +128,10 @@ class PaddedSequence:
         logprobs = None if self.prompt.params.logprobs is None else tuple(self.logprobs)
         stop_reason = self.stop_criteria.stop_reason(token_ids) if self.finish_reason == "stop" else None
         text = self.stop_criteria.text(token_ids)
-        return Completion(0, self.sample, text, token_ids, self.finish_reason, logprobs, stop_reason=stop_reason)
+        seed = None if self.prompt.params.is_greedy else self.seed
+        return Completion(
+            0, self.sample, text, token_ids, self.finish_reason, logprobs, stop_reason=stop_reason, seed=seed
+        )
 
 
 class SequenceSampler(LogitsProcessor):  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """Completions of prompts, and the seeds of their random draws."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -10,6 +11,9 @@ from zinfer.requests.logprobs import Logprobs
 NOT_FINITE: Final = (
     "the model's logits are not finite numbers (its weights may be damaged), or the row's own settings leave no token"
 )
+
+DRAWN_SEED_BITS: Final = 53
+"""Of a random seed: clients that hold JSON's numbers as float64 give it back unchanged."""
 
 
 def not_finite(where: str | None, error: str = NOT_FINITE) -> str:
@@ -31,6 +35,7 @@ class Completion:
         logprobs: for each token, if requested.
         error: error message; None if there was no error.
         prompt_logprobs: for each token of the prompt, if requested; None for those before the first one that is scored.
+        seed: of its draws: a request for one completion with it gets the same tokens. None: it was greedy.
         stop_reason: the member of ``stop`` or ``stop_token_ids`` that ended it; None if something else did, such as an
             end token of the model.
     """
@@ -44,6 +49,7 @@ class Completion:
     error: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    seed: int | None = None
 
     @classmethod
     def failed(cls, prompt_index: int, sample_index: int, error: str) -> Self:
@@ -97,13 +103,15 @@ class CompletionDelta:
         )
 
 
-def text_seed(stated: int | None, token_ids: Sequence[int], repeat: int, sample: int) -> int:
-    """Return a sequence's seed: the stated one, or a hash that includes the prompt, its repetition and the sample.
+def choose_seed(stated: int | None, token_ids: Sequence[int], sample: int) -> int:
+    """Return a sequence's seed: a random one if none is stated, else the stated one, hashed with the sample after 0.
 
     A negative one is read as an unsigned number of 64 bits.
     """
-    stated = None if stated is None else stated % 2**64
-    if stated is not None and sample == 0:
+    if stated is None:
+        return secrets.randbits(DRAWN_SEED_BITS)
+    stated %= 2**64
+    if sample == 0:
         return stated
-    key = f"{repeat if stated is None else stated} {sample} {list(token_ids)}".encode()
+    key = f"{stated} {sample} {list(token_ids)}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")

@@ -50,8 +50,7 @@ class OpenAIChoices:
         if echo is not None and scores is not None and shown is not None:
             own = self._echoed(echo, scores)
             shown = {name: own[name] + values for name, values in shown.items()}
-        reasons = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-        return {"index": completion.sample_index, **answer, "logprobs": shown, **reasons}
+        return {"index": completion.sample_index, **answer, "logprobs": shown, **_end(completion)}
 
     def echo(self, echo: Echo, scores: Sequence[Logprobs | None] | None) -> dict[str, Any]:
         """Return a prompt as the first of a stream's chunks for a choice, without its index."""
@@ -71,12 +70,7 @@ class OpenAIChoices:
         """
         answer: dict[str, Any] = {"delta": {"content": delta.text}} if is_chat else {"text": delta.text}
         shown = self._logprobs(delta.token_ids, delta.logprobs, begin, delta.text, is_chat, skips_special)
-        whole = delta.completion
-        reasons = {
-            "finish_reason": None if whole is None else whole.finish_reason,
-            "stop_reason": None if whole is None else whole.stop_reason,
-        }
-        return {"index": delta.sample_index, **answer, "logprobs": shown, **reasons}
+        return {"index": delta.sample_index, **answer, "logprobs": shown, **_end(delta.completion)}
 
     def _logprobs(
         self,
@@ -194,6 +188,14 @@ class OpenAIChoices:
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+
+def _end(completion: Completion | None) -> dict[str, Any]:
+    """Return a choice's reasons, and the seed if its tokens were drawn; giving that as `seed` repeats the choice."""
+    if completion is None:
+        return {"finish_reason": None, "stop_reason": None}
+    seed = {} if completion.seed is None else {"seed": completion.seed}
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason, **seed}
 
 
 def usage(num_prompt: int, num_new: int) -> dict[str, int]:

@@ -69,7 +69,8 @@ class SamplingParams:
     n: number of outputs. logprobs: number of alternatives returned for each token; 0: only the chosen token's
     log-probability; None: nothing. prompt_logprobs: the same for the prompt's tokens from position
     prompt_logprobs_start on, at the earliest the second one (1).
-    seed: seed of this request's random stream; a negative one is the same as that plus 2**64. None: the caller chooses.
+    seed: seed of this request's random stream; a negative one is the same as that plus 2**64. None: a random one, which
+    the completion states; a job derives it from the row's id, so that a resumed job writes the same rows.
     """
 
     max_new_tokens: Annotated[int | None, Field(ge=0, description="a whole number of at least 1")] = None
