@@ -2,13 +2,31 @@
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
+from zinfer.compat import missing
+
 if TYPE_CHECKING:
+    from zinfer import accelerator as accelerator
+    from zinfer import comm as comm
+    from zinfer import errors as errors
+    from zinfer import mii as mii
+    from zinfer import ops as ops
+    from zinfer import ray as ray
+    from zinfer import runtime as runtime
     from zinfer.batching.async_llm import AsyncLLM
     from zinfer.batching.llm import LLM
     from zinfer.comm import init_distributed
-    from zinfer.config.quantization_rules import QuantizationConfig
+    from zinfer.compat import zero as zero
+    from zinfer.compat.accelerator import get_accelerator
+    from zinfer.compat.inference import (
+        DeepSpeedConfigError,
+        DeepSpeedInferenceConfig,
+        add_config_arguments,
+        default_inference_config,
+    )
+    from zinfer.config.quantization_rules import QuantizationConfig, QuantizationType
     from zinfer.engine.engine import InferenceEngine
     from zinfer.engine.entry import init_inference, initialize
     from zinfer.model.on_device import OnDevice
@@ -23,13 +41,19 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "Completion",
+    "DeepSpeedConfigError",
+    "DeepSpeedInferenceConfig",
     "InferenceEngine",
     "Job",
     "OnDevice",
     "QuantizationConfig",
+    "QuantizationType",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
+    "add_config_arguments",
+    "default_inference_config",
+    "get_accelerator",
     "init_distributed",
     "init_inference",
     "initialize",
@@ -50,8 +74,23 @@ _HOMES: Final = {
     "initialize": "zinfer.engine.entry",
     "quantize_transformer": "zinfer.model.quantize_in_place",
     "QuantizationConfig": "zinfer.config.quantization_rules",
+    "QuantizationType": "zinfer.config.quantization_rules",
+    "DeepSpeedConfigError": "zinfer.compat.inference",
+    "DeepSpeedInferenceConfig": "zinfer.compat.inference",
+    "add_config_arguments": "zinfer.compat.inference",
+    "default_inference_config": "zinfer.compat.inference",
+    "get_accelerator": "zinfer.compat.accelerator",
 }
-_MODULES: Final = ("comm", "ray")
+_MODULES: Final = {
+    "accelerator": "zinfer.accelerator",
+    "comm": "zinfer.comm",
+    "errors": "zinfer.errors",
+    "mii": "zinfer.mii",
+    "ops": "zinfer.ops",
+    "ray": "zinfer.ray",
+    "runtime": "zinfer.runtime",
+    "zero": "zinfer.compat.zero",
+}
 """Public modules, which need no import of their own, as in `deepspeed.comm.get_rank()`."""
 
 
@@ -67,9 +106,12 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _MODULES:
-        return importlib.import_module(f"zinfer.{name}")
-    raise AttributeError(f"module 'zinfer' has no attribute {name!r}")
+        return importlib.import_module(_MODULES[name])
+    raise AttributeError(missing.sentence_for(name) or f"module 'zinfer' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted((*__all__, *_MODULES))
+
+
+sys.meta_path.append(missing.Finder())

@@ -26,6 +26,7 @@ LOSS_SCALE = "concerns the scaling of the loss; inference has none"
 SAVING = "concerns saving trained weights; nothing is saved here"
 REPORTS = "switches a report of DeepSpeed's training engine; use the engine's stats() instead"
 DATA = "controls the loading of training data; nothing is trained here"
+OF_THE_MODEL = "the checkpoint's own config.json describes the model"
 MODULES_KEPT = "concerns DeepSpeed's replaced layers; transformers' own modules run here"
 
 
@@ -95,7 +96,14 @@ KEYS: tuple[Key, ...] = (
     *ignored("", "the model's own attention knows its mask", "triangular_masking|tm"),
     *ignored("", "no model is moved to the device as a whole; the homes of its blocks decide", "keep_module_on_host"),
     *ignored("", "modules are always built empty, and their weights stream", "set_empty_params"),
-    *ignored("", "the checkpoint's own config.json describes the model", "config|args"),
+    *ignored("", OF_THE_MODEL, "config|args"),
+    *ignored("", OF_THE_MODEL, "hidden_size", "intermediate_size", "num_hidden_layers", "heads", "num_kv", "norm_type"),
+    *ignored("", OF_THE_MODEL, "layer_norm_eps", "pre_layer_norm", "mlp_act_func_type", "mlp_after_attn", "use_mup"),
+    *ignored("", OF_THE_MODEL, "rotary_dim", "rotate_half", "rotate_every_two", "rope_theta", "bigscience_bloom"),
+    *ignored("", OF_THE_MODEL, "local_attention", "window_size", "scale_attention", "scale_attn_by_inverse_layer_idx"),
+    *ignored("", "the model's own attention knows its mask", "invert_mask"),
+    *ignored("", MODULES_KEPT, "stochastic_mode", "return_single_tuple", "enable_qkv_quantization"),
+    *ignored("", "each rank takes the GPU of its local number", "local_rank"),
     section(_ZERO, "ZeRO-Inference", "zero"),
     supported(f"{_ZERO}.stage", values.count(0, 3), "3 if parameters are offloaded, else any"),
     section(_OFFLOAD, "home of the parameters"),

@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from typing import Any, Final, Literal
 
 from zinfer.errors import ConfigError
@@ -39,18 +40,25 @@ _QKV: Final = re.compile(
 """Matches the last component of the name of a projection to queries, keys or values."""
 
 
+class QuantizationType(StrEnum):
+    """The values of `QuantizationConfig.q_type`: without zero points, or with them."""
+
+    SYMMETRIC = "symmetric"
+    ASYMMETRIC = "asymmetric"
+
+
 @dataclass(frozen=True)
 class QuantizationConfig:
     """The object that DeepSpeed's older guides pass as `quant` or `quantization_setting`; validated when it is read.
 
     Args:
         q_bits: 4 or 8.
-        q_type: "symmetric" or "asymmetric".
+        q_type: "symmetric" or "asymmetric", or a `QuantizationType`.
         q_groups: equal parts of each matrix, row after row, with a scale each; None: one per output channel.
     """
 
     q_bits: int = 8
-    q_type: str = "symmetric"
+    q_type: str = QuantizationType.SYMMETRIC
     q_groups: int | None = None
 
 

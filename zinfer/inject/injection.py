@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Final
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -31,6 +32,12 @@ _FINDERS_REPLAYED: Final = (*_FINDERS, overlay_layer_norm, overlay_product)  # t
 # In multiples of the input's width. Wider products belong to gated MLPs: unless a kernel consumes such a product, it
 # stays allocated until the module returns, in more memory than planned.
 _MOST_WIDENING: Final = 4
+_fused: Final[WeakSet[nn.Module]] = WeakSet()
+
+
+def has_fused_kernels(module: nn.Module) -> bool:
+    """Return whether a module, or one in it, computes with a fused kernel of an engine."""
+    return any(each in _fused for each in module.modules())
 
 
 class Injection:
@@ -65,6 +72,7 @@ class Injection:
         self._patches = ModulePatches()
         for module, overlay in self._overlaid.values():
             self._patches.patch(module, overlay.forward, overlay.method)
+            _fused.add(module)
 
     @property
     def injected(self) -> dict[str, str]:
@@ -78,6 +86,8 @@ class Injection:
     def remove(self) -> None:
         """Undo all patches. Idempotent."""
         self._patches.undo()
+        for module, _ in self._overlaid.values():
+            _fused.discard(module)
         self._overlaid.clear()
 
     def _share(

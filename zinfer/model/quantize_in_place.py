@@ -4,7 +4,7 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from zinfer.config.quantization_rules import Quantization, QuantRule
+from zinfer.config.quantization_rules import Quantization, QuantizationType, QuantRule
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.kernels.quantize import CannotQuantize, quantize
 from zinfer.model.quantized_forms import find_form
@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def quantize_transformer(
     model: Model,
     quant_bits: Literal[4, 8] = 8,
-    quant_type: Literal["symmetric", "asymmetric"] = "symmetric",
+    quant_type: str = QuantizationType.SYMMETRIC,
     quant_groups: int | None = None,
 ) -> Model:
     """Replace the matrices of a model's layers by quantized ones; its forward stays the same.
@@ -27,7 +27,7 @@ def quantize_transformer(
     Args:
         model: changed in place, and returned; on any device.
         quant_bits: 4 or 8.
-        quant_type: with or without zero points.
+        quant_type: "symmetric", or "asymmetric" with zero points; or a `QuantizationType`.
         quant_groups: number of equal groups of each matrix, in row order, with a scale each; None: one group per
             output channel.
 
@@ -37,11 +37,11 @@ def quantize_transformer(
     """
     if quant_bits not in (4, 8):
         raise ConfigError(f"quant_bits must be 4 or 8, not {quant_bits}")
-    if quant_type not in ("symmetric", "asymmetric"):
+    if quant_type not in tuple(QuantizationType):
         raise ConfigError(f'quant_type must be "symmetric" or "asymmetric", not {quant_type!r}')
     if quant_groups is not None and quant_groups < 1:
         raise ConfigError(f"quant_groups must be at least 1, not {quant_groups}")
-    symmetric = quant_type == "symmetric"
+    symmetric = quant_type == QuantizationType.SYMMETRIC
     rule = QuantRule(bits=quant_bits, symmetric=symmetric, num_groups=quant_groups, origin="quant_groups")
     form = find_form(Quantization((rule,)))
     done: dict[nn.Parameter, QuantizedParameter] = {}

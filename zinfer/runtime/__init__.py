@@ -1,0 +1,3 @@
+"""The import path of DeepSpeed's runtime."""
+
+from zinfer.runtime import utils as utils
