@@ -1,12 +1,16 @@
 """Launchers' variables tell a process who it is among the others."""
 
+import os
 import socket
+import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from zinfer.errors import ConfigError
-from zinfer.ranks.environment import is_several, own_rank, read_environment
+from zinfer.ranks.environment import is_several, own_rank, read_environment, spoken_rank
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -23,7 +27,7 @@ TORCHRUN = {"WORLD_SIZE": "6", "RANK": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    for name in (*VARIABLES, "SLURMD_NODENAME", "SLURM_JOB_ID", "SLURM_STEP_ID"):
+    for name in (*VARIABLES, "ZINFER_RANKS_KEY", "SLURMD_NODENAME", "SLURM_JOB_ID", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
 
     def give(**variables: str) -> None:
@@ -77,10 +81,51 @@ def test_slurm_names_hosts_and_torchruns_own_port_is_left_to_it(environment: Cal
         ({"WORLD_SIZE": "2", "RANK": "2", **MASTER}, "rank 2 is not one of 2 ranks"),
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "1"}, "MASTER_ADDR is not set, which 2 processes need"),
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0"}, "MASTER_PORT is not set, which 2 processes need"),
-        (TORCHRUN | MASTER | {"MASTER_PORT": "295000"}, "MASTER_PORT is 295000, which is no port: they end with 65535"),
+        (TORCHRUN | MASTER | {"MASTER_PORT": "295000"}, "MASTER_PORT is 295000, which is no port: .* end with 65535"),
+        (TORCHRUN | MASTER | {"MASTER_PORT": "0"}, "MASTER_PORT is 0, which is no port: they begin with 1"),
+        (TORCHRUN | MASTER | {"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1', not a number"),
+        (TORCHRUN | MASTER | {"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE is '{'9' * 40}', not a number"),
+        (TORCHRUN | MASTER | {"ZINFER_RANKS_KEY": "abc"}, "ZINFER_RANKS_KEY has 3 characters; give all"),
     ],
 )
 def test_incomplete_variables_are_named(environment: Callable[..., None], variables: dict[str, str], said: str) -> None:
     environment(**variables)
     with pytest.raises(ConfigError, match=said):
         read_environment()
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"),
+    [({}, 0), ({"WORLD_SIZE": "2"}, None), ({"WORLD_SIZE": "2", "RANK": "abc"}, None), (TORCHRUN | MASTER, 4)],
+)
+def test_messages_of_a_rank_need_no_variables(
+    environment: Callable[..., None], variables: dict[str, str], rank: int | None
+) -> None:
+    environment(**variables)
+    assert spoken_rank() == rank
+
+
+def test_ranks_without_a_launcher_share_the_users_key(environment: Callable[..., None], tmp_path: Path) -> None:
+    environment(**TORCHRUN, **MASTER, XDG_CACHE_HOME=f"{tmp_path}")
+    with ThreadPoolExecutor(8) as threads:
+        keys = {own.key for own in threads.map(lambda _: read_environment(), range(32))}
+    [key] = keys
+    file = tmp_path / "zinfer" / "ranks.key"
+    assert [each.name for each in file.parent.iterdir()] == [file.name]
+    assert (len(key) >= 32, stat.S_IMODE(file.stat().st_mode)) == (True, 0o600)
+    assert key not in repr(read_environment())
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"ranks.key must belong to you, and be readable by nobody else"):
+        read_environment()
+    file.unlink()
+    assert read_environment().key != key
+    if os.geteuid():
+        file.unlink()
+        file.parent.chmod(0o500)
+        with pytest.raises(ConfigError, match=r"Permission denied.; set ZINFER_RANKS_KEY to one secret for all"):
+            read_environment()
+    environment(XDG_CACHE_HOME=f"{file}")
+    with pytest.raises(ConfigError, match=r"Not a directory.; set ZINFER_RANKS_KEY to one secret for all"):
+        read_environment()
+    environment(ZINFER_RANKS_KEY="k" * 16)
+    assert read_environment().key == "k" * 16

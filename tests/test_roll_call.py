@@ -1,5 +1,6 @@
 """The roll call: ranks find each other, and name the one that is missing; before torch is imported."""
 
+import errno
 import socket
 import subprocess
 import sys
@@ -19,16 +20,17 @@ from zinfer.errors import ConfigError, RankError
 from zinfer.ranks.environment import RankEnvironment
 from zinfer.ranks.roll_call import Roll, RollCall
 from zinfer.ranks.roll_member import RollMember
-from zinfer.ranks.sockets import connect, receive, reserve_port, send
+from zinfer.ranks.sockets import accepted, connect, greet, prove, receive, reserve_port, send
 
 SIZE = 3
 LONG_S = 60.0
+KEY = "k" * 16
 
 MEMBER = """
 import sys
 from zinfer.ranks.environment import RankEnvironment
 from zinfer.ranks.roll_member import RollMember
-member = RollMember(RankEnvironment(2, 3, None, None, "second", "127.0.0.1", (int(sys.argv[1]),), "job"), 60)
+member = RollMember(RankEnvironment(2, 3, None, None, "second", "127.0.0.1", (int(sys.argv[1]),), "job", "k" * 16), 60)
 member.wait_found(60)
 print("torch" in sys.modules, flush=True)
 sys.stdin.read()
@@ -36,7 +38,7 @@ sys.stdin.read()
 
 
 def rank_of(rank: int, *ports: int, job: str = "job") -> RankEnvironment:
-    return RankEnvironment(rank, SIZE, None, None, "first" if rank < 2 else "second", "127.0.0.1", ports, job)
+    return RankEnvironment(rank, SIZE, None, None, "first" if rank < 2 else "second", "127.0.0.1", ports, job, KEY)
 
 
 @contextmanager
@@ -70,7 +72,7 @@ def joined(first: RollCall, *others: RollMember) -> list[Any]:
             return error
 
     with ThreadPoolExecutor(SIZE) as threads:
-        calls = [threads.submit(caught, lambda: first.join(1234))]
+        calls = [threads.submit(caught, lambda: first.join(lambda hosts: " ".join(hosts)))]
         calls += [threads.submit(caught, other.join) for other in others]
         return [call.result() for call in calls]
 
@@ -91,7 +93,7 @@ def test_ranks_that_come_before_rank_0_join_and_open_links() -> None:
     rolls = joined(first, *others)
     assert all(roll == rolls[0] for roll in rolls), rolls
     assert rolls[0].hosts == ("first", "first", "second")
-    assert rolls[0].store_port == 1234
+    assert rolls[0].meeting == "first first second"
     for number in range(2):
         with ThreadPoolExecutor(1) as threads:
             mine = threads.submit(first.open_links, rolls[0], number)
@@ -129,7 +131,7 @@ def test_a_process_that_starts_for_long_is_waited_for() -> None:
     first = RollCall(rank_of(0, 0), 0.1)
     others = [RollMember(rank_of(rank, first.port), 0.1) for rank in (1, 2)]
     with ThreadPoolExecutor(2) as threads:
-        rolls = [threads.submit(first.join, 1), threads.submit(others[0].join)]
+        rolls = [threads.submit(first.join, lambda hosts: ""), threads.submit(others[0].join)]
         time.sleep(1.0)
         assert not any(roll.done() for roll in rolls)
         assert others[1].join() == rolls[0].result()
@@ -143,7 +145,7 @@ def test_a_rank_0_that_listens_but_does_not_answer_yet_is_waited_for(monkeypatch
             rolls = [threads.submit(RollMember(rank_of(rank, port), 0.1).join) for rank in (1, 2)]
             time.sleep(1.0)
             assert not any(roll.done() for roll in rolls)
-        first = RollCall(rank_of(0, port), LONG_S).join(1)
+        first = RollCall(rank_of(0, port), LONG_S).join(lambda hosts: "")
         assert [roll.result() for roll in rolls] == [first, first]
 
 
@@ -155,9 +157,9 @@ def test_a_rank_that_has_called_but_not_read_the_answer_is_waited_for(
     first = RollCall(rank_of(0, 0), 0.1)
     other = RollMember(rank_of(1, first.port), LONG_S)
     late = connect("127.0.0.1", first.port)
-    send(late, job="job", rank=2, host="second")
+    drawn = greet(late, job="job", rank=2, what="rank", host="second")
     with ThreadPoolExecutor(2) as threads:
-        rolls = [threads.submit(first.join, 1), threads.submit(other.join)]
+        rolls = [threads.submit(first.join, lambda hosts: ""), threads.submit(other.join)]
         time.sleep(1.0)
         assert not any(roll.done() for roll in rolls)
         if is_killed:
@@ -166,6 +168,7 @@ def test_a_rank_that_has_called_but_not_read_the_answer_is_waited_for(
                 with pytest.raises(RankError, match="rank 2 of 3 has not joined: nothing was heard of it for 0 s"):
                     roll.result()
         else:
+            prove(late, KEY, drawn, receive(late))
             send(late, here=True)
             send(late, ready=True)
             assert rolls[0].result() == rolls[1].result()
@@ -247,7 +250,7 @@ def test_ranks_on_the_host_of_rank_0_learn_the_address_that_others_reach() -> No
 def answer_to(port: int, rank: int) -> dict[str, Any]:
     """What rank 0 answers to a process that calls as a rank, and leaves."""
     with closing(connect("127.0.0.1", port)) as connection:
-        send(connection, job="job", rank=rank, host="first")
+        greet(connection, job="job", rank=rank, what="rank", host="first")
         return receive(connection)
 
 
@@ -270,13 +273,17 @@ def test_other_jobs_and_second_processes_of_a_rank_are_refused() -> None:
 def test_of_two_processes_that_call_as_one_rank_at_once_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     have_called, of_rank_1 = Barrier(2), set()
 
-    def send_together(connection: Connection, **message: Any) -> None:
-        if message.get("rank") == 1:
+    def greet_first(connection: Connection, **hello: Any) -> str:
+        if hello["rank"] == 1:
             of_rank_1.add(connection)
-        elif "here" in message and connection in of_rank_1:
+        return greet(connection, **hello)
+
+    def send_together(connection: Connection, **message: Any) -> None:
+        if "here" in message and connection in of_rank_1:
             have_called.wait(LONG_S)
         send(connection, **message)
 
+    monkeypatch.setattr("zinfer.ranks.roll_member.greet", greet_first)
     monkeypatch.setattr("zinfer.ranks.roll_member.send", send_together)
     first = RollCall(rank_of(0, 0), LONG_S)
     others = [RollMember(rank_of(1, first.port), LONG_S) for _ in range(2)]
@@ -285,3 +292,39 @@ def test_of_two_processes_that_call_as_one_rank_at_once_one_is_refused(monkeypat
     assert rolls[3] == rolls[0]
     [refused] = [each for each in rolls[1:3] if each != rolls[0]]
     assert str(refused) == "rank 1 on first cannot join: rank 1 is there already, on first; give each process its own"
+
+
+def test_who_has_no_key_joins_nothing_and_is_told_why() -> None:
+    first = RollCall(rank_of(0, 0), LONG_S)
+    with pytest.raises(RankError, match="what listens there has another key; set ZINFER_RANKS_KEY to one secret"):
+        RollMember(replace(rank_of(1, first.port), key="another" * 4), 0.0).join()
+    for what in ("rank", "link", "store"):  # one that takes the answer for a proof of its own
+        with closing(connect("127.0.0.1", first.port)) as stranger:
+            greet(stranger, job="job", rank=1, what=what, host="first", link=0)
+            send(stranger, proof=receive(stranger)["proof"], here=True)
+            assert stranger.poll(LONG_S)
+            with pytest.raises(EOFError):
+                receive(stranger)
+    others = [RollMember(rank_of(rank, first.port), LONG_S) for rank in (1, 2)]
+    assert all(isinstance(each, Roll) for each in joined(first, *others))
+
+
+def test_a_process_with_too_many_files_accepts_again_once_it_can() -> None:
+    class Full(socket.socket):
+        num_refused = 0
+
+        def accept(self) -> tuple[socket.socket, Any]:
+            if self.num_refused < 3:
+                self.num_refused += 1
+                raise OSError([errno.EMFILE, errno.ENFILE, errno.ECONNABORTED][self.num_refused - 1], "no")
+            return super().accept()
+
+    with Full() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with closing(connect("127.0.0.1", listener.getsockname()[1])) as ours, closing(next(accepted(listener))) as end:
+            send(ours, found=True)
+            assert receive(end) == {"found": True}
+            with socket.socket(fileno=end.fileno()) as found:
+                assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                found.detach()

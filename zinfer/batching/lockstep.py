@@ -17,7 +17,6 @@ The first rank is ahead of the device by a pass, so the message costs no time th
 the first rank scheduled and sampled so far; a rank that finds another ends all, rather than hang or answer wrongly.
 """
 
-import pickle
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -32,6 +31,7 @@ from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.ranks.member_links import open_member_links
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.ranks.sockets import end_link
+from zinfer.ranks.values import from_bytes, to_bytes
 from zinfer.scheduling.pass_order import PassOrder
 from zinfer.scheduling.schedule import PassSize
 
@@ -121,7 +121,7 @@ class Leader:
         if not (self._changes or order is not None or is_last):
             return
         self._is_over = is_last
-        message = pickle.dumps(Step(self._changes, order, self.checksum.value, is_last))
+        message = to_bytes(Step(self._changes, order, self.checksum.value, is_last))
         self._changes = []
         for link in self._links:
             try:
@@ -193,13 +193,13 @@ class Follower:
         def listen() -> None:
             try:
                 while True:
-                    step: Step = pickle.loads(self._link.recv_bytes())
+                    step: Step = from_bytes(self._link.recv_bytes())
                     take(step)
                     if step.is_last:
                         return
             except (EOFError, OSError) as error:
                 lose(self._ranks.find_cause(error))
-            except BaseException as failure:  # of unpickling
+            except BaseException as failure:  # of reading it
                 lose(failure)
 
         threading.Thread(target=listen, name="zinfer-lockstep", daemon=True).start()

@@ -16,6 +16,7 @@ from zinfer.nvme.pool import Pool
 from zinfer.ranks.member_links import open_member_links
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.ranks.sockets import end_link
+from zinfer.ranks.values import from_bytes, to_bytes
 from zinfer.sampling.sampler import Drawn, Sampled
 
 _BEAT_S: Final = 1.0
@@ -88,8 +89,9 @@ class StageTokens:
 
         def send() -> _Message:
             message = _Message(number, drawn.take(), looks.where())
+            data = to_bytes(message)
             for link in self._links:
-                link.send(message)
+                link.send_bytes(data)
             return message
 
         return StageResult(partial(self._sent, self._sender.submit(send)))
@@ -117,7 +119,7 @@ class StageTokens:
     def _received(self, number: int) -> _Message:
         try:
             while True:
-                message: _Message = self._links[0].recv()
+                message: _Message = from_bytes(self._links[0].recv_bytes())
                 if message.number == number:
                     return message
                 if message.number > number:

@@ -19,14 +19,13 @@ from zinfer.cli.rank_endings import LAUNCHER, first_cause, killing_silent_ranks,
 from zinfer.errors import ConfigError
 from zinfer.nvme.temporary_folder import is_in_use, temporary_folder
 from zinfer.ranks.announcing import announce
-from zinfer.ranks.environment import host_name, is_several, num_started
-from zinfer.ranks.sockets import SILENCE_S
+from zinfer.ranks.environment import KEY, draw_key, host_name, is_several, num_started
+from zinfer.ranks.sockets import LOOPBACK, SILENCE_S, reserve_port
 
 if TYPE_CHECKING:
     from zinfer.config.parallel import Parallel
 
 _PR_SET_PDEATHSIG: Final = 1
-_LOCAL: Final = "127.0.0.1"
 _AGAIN: Final = "run the same command again to go on"
 
 
@@ -73,7 +72,7 @@ def check_mesh(parallel: "Parallel", num_ranks: int) -> None:
     """Raise ConfigError unless the configured sizes of modes multiply to this number of ranks."""
     from zinfer.ranks.mesh import Mesh
 
-    Mesh.of(vars(parallel), [_LOCAL] * num_ranks)
+    Mesh.of(vars(parallel), [LOOPBACK] * num_ranks)
 
 
 def begin_rank(stated: int | None) -> None:
@@ -122,8 +121,12 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from zinfer.ranks.one_host import BACKEND, register_one_host
+
     logging.disable(logging.CRITICAL)  # the launcher reports each signal that it passes on
-    with temporary_folder("ranks") as folder:
+    register_one_host()
+    os.environ.setdefault(KEY, draw_key())
+    with temporary_folder("ranks") as folder, reserve_port(LOOPBACK) as reserved:
         endings = folder / "endings.jsonl"
         endings.touch()
         os.environ[LAUNCHER] = str(endings)
@@ -133,10 +136,10 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
             max_nodes=1,
             nproc_per_node=num_ranks,
             run_id=uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{_LOCAL}:0",
+            rdzv_backend=BACKEND,
+            rdzv_endpoint=f"{LOOPBACK}:{reserved.getsockname()[1]}",
             max_restarts=0,
-            local_addr=_LOCAL,
+            local_addr=LOOPBACK,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
             signals_to_handle=",".join(each.name for each in ending_signals()),
         )

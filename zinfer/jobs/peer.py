@@ -11,6 +11,7 @@ from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.offload.stats import RunStats
 from zinfer.ranks.sockets import end_link
+from zinfer.ranks.values import to_bytes
 
 _LEAVE_S: Final = 2.0
 
@@ -41,12 +42,12 @@ class Peer:
             OSError: the rank is gone.
         """
         with self._sending:
-            self.link.send(message)
+            self.link.send_bytes(to_bytes(message))
 
     def leave(self) -> None:
         """Say that rank 0 ends, unless another message has been on its way for long, and end the connection."""
         if self._sending.acquire(timeout=_LEAVE_S):
             with suppress(OSError):  # gone itself
-                self.link.send(Left())
+                self.link.send_bytes(to_bytes(Left()))
             self._sending.release()
         end_link(self.link)

@@ -5,7 +5,8 @@ Of ranks that make the same passes only the first asks for batches and answers; 
 
 import queue
 import threading
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from signal import SIGINT, Signals
 from typing import Any, Final
@@ -41,6 +42,7 @@ from zinfer.ranks.links import open_links
 from zinfer.ranks.open_models import fail_models
 from zinfer.ranks.rank_watch import watch_job
 from zinfer.ranks.sockets import end_link
+from zinfer.ranks.values import from_bytes, to_bytes
 from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.store.saved_parts import open_for_rank
 
@@ -175,8 +177,8 @@ class PeerWorker:
 
     def _receive(self) -> None:
         """Receive rank 0's messages; once it is gone, nothing is computed any more."""
-        with suppress(EOFError, OSError):
-            while not isinstance(message := self._link.recv(), Finished | Left):
+        with suppress(EOFError, OSError), self._reporting():
+            while not isinstance(message := from_bytes(self._link.recv_bytes()), Finished | Left):
                 self._inbox.put(message)
             self._was_told = True
             if isinstance(message, Finished):
@@ -187,6 +189,14 @@ class PeerWorker:
         self._is_alone = True
         self._inbox.put(OtherRankFailed(f"{self._first()} ended the job"))
         fail_models(RankError(f"{self._first()} ended the job"))
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Let what `_next` serves fail with a message that cannot be read."""
+        try:
+            yield
+        except ValueError as error:
+            self._inbox.put(RankError(f"{self._first()}: {error}"))
 
     def _give_up(self, failure: SilentRankError) -> None:
         self._inbox.put(failure)
@@ -199,7 +209,7 @@ class PeerWorker:
 
     def _send(self, message: Any) -> None:
         with suppress(OSError), self._sending:  # rank 0 is gone: `_receive` notices
-            self._link.send(message)
+            self._link.send_bytes(to_bytes(message))
 
     def _explain(self, failure: BaseException) -> tuple[Cause, str]:
         if not isinstance(failure, Exception):

@@ -29,6 +29,7 @@ from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.open_models import fail_models
 from zinfer.ranks.rank_watch import watch_job
 from zinfer.ranks.sockets import end_link
+from zinfer.ranks.values import from_bytes
 from zinfer.units import name_values
 
 _GRACE_S: Final = 2.0  # for news of the rank that failed first, if others fail with it
@@ -241,7 +242,7 @@ class Peers:
     def _listen(self, peer: Peer) -> None:
         try:
             while not peer.is_ended:
-                message = peer.link.recv()
+                message = from_bytes(peer.link.recv_bytes())
                 self._take(peer, message)
                 with self._changed:
                     self._changed.notify_all()

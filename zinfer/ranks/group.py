@@ -1,29 +1,38 @@
 """The group of processes of one job, from torchrun's, SLURM's or MPI's environment."""
 
 import atexit
+import itertools
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, Final, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from zinfer.errors import ConfigError, RankError
+from zinfer.nvme.temporary_folder import temporary_folder
 from zinfer.ranks.announcing import announce
-from zinfer.ranks.environment import RankEnvironment, is_several, read_environment
+from zinfer.ranks.environment import RankEnvironment, draw_key, is_several, read_environment
 from zinfer.ranks.numa import gpu_node, pin_to_node
+from zinfer.ranks.rank_store import RankStore, StoredValues
 from zinfer.ranks.roll_call import START_S, Roll, RollCall
 from zinfer.ranks.roll_member import RollMember
-from zinfer.ranks.sockets import SILENCE_S
+from zinfer.ranks.sockets import LOOPBACK, SILENCE_S
+from zinfer.ranks.values import from_bytes, to_bytes
 
 _MESH_S: Final = timedelta(seconds=SILENCE_S)  # all are ready: connections take milliseconds
 _NEWS_S: Final = 1.0
+_LOOK_S: Final = 1.0
+_PAUSE_S: Final = 0.02
 
 _T = TypeVar("_T")
 
@@ -38,8 +47,8 @@ class RankGroup:
         local_rank: its number on this host.
         num_local: the processes on this host.
         address: of rank 0's host.
-        roll: the host names of all ranks, and the port of the store that rank 0 keeps for all.
-        roll_call: opens links between the ranks.
+        roll: the host names of all ranks, and where they make torch's group.
+        roll_call: opens connections between the ranks.
     """
 
     rank: int
@@ -55,9 +64,9 @@ class RankGroup:
         """The host names of all ranks."""
         return self.roll.hosts
 
-    def connect(self) -> TCPStore:
-        """Return a connection of its own to the store: a wait on one connection holds up other calls on it."""
-        return TCPStore(self.address, self.roll.store_port, is_master=False, timeout=_MESH_S)
+    def connect(self) -> Connection | StoredValues:
+        """Return a connection of its own to what rank 0 keeps for all: a wait on one holds up other calls on it."""
+        return self.roll_call.open_store()
 
 
 _thread = threading.local()
@@ -100,27 +109,35 @@ def all_values(group: RankGroup, value: _T) -> list[_T]:
     Raises:
         RankError: a rank has ended.
     """
-    found: list[Any] = [None] * group.size
-    try:
-        dist.all_gather_object(found, value)
-    except RuntimeError as error:
-        raise RankError(f"a rank ended before it told what it has found: {str(error).splitlines()[0]}") from error
+    why = "a rank ended before it told what it has found"
+
+    def gone(reason: str | None) -> RankError:
+        return RankError(f"{why}: rank 0 {'does not answer' if reason is None else 'is gone'}")
+
+    store = RankStore(group.connect, f"values/{next(_num_gathered)}", gone, lambda: None)
+    store.set(f"{group.rank}", to_bytes(value))
+    found: list[_T] = []
+    for rank in range(group.size):
+        while not store.arrives(f"{rank}", _LOOK_S):
+            if rank in group.roll_call.lost_ranks():
+                raise RankError(f"{why}: rank {rank} on {group.hosts[rank]}")
+        found.append(from_bytes(store.get(f"{rank}")))
+    store.add("read", 1)
+    while group.rank == 0 and store.add("read", 0) < group.size and not group.roll_call.lost_ranks():
+        time.sleep(_PAUSE_S)  # it keeps the values
+    store.close()
     return found
 
 
 _joined: dict[str, RankGroup] = {}
+_num_gathered: Final = itertools.count()
 
 
 def _join(device: str, timeout: timedelta) -> RankGroup:
     own, roll_call = _find_the_others() if dist.is_initialized() else (read_environment(), announce(START_S))
     if device == "cuda" and own.local_rank is not None:
         _choose_gpu(own.local_rank)
-    store: Any = None
-    if isinstance(roll_call, RollCall):
-        store = _open_store(own)
-        roll = roll_call.join(store.port)
-    else:
-        roll = roll_call.join()
+    roll = roll_call.join(partial(_open_meeting, own)) if isinstance(roll_call, RollCall) else roll_call.join()
     same_host = [rank for rank, host in enumerate(roll.hosts) if host == own.host]
     local_rank = same_host.index(own.rank) if own.local_rank is None else own.local_rank
     num_local = own.num_local or len(same_host)
@@ -135,8 +152,15 @@ def _join(device: str, timeout: timedelta) -> RankGroup:
     return group
 
 
-def _open_store(own: RankEnvironment) -> TCPStore:
-    """Open the store of rank 0, which lives as long as the process."""
+def _open_meeting(own: RankEnvironment, hosts: Sequence[str]) -> str:
+    """Return where the ranks make torch's group, as long as this process, rank 0, lives.
+
+    On one host that is a file that only this user can open. Torch's store on a port serves everybody who reaches it, so
+    between hosts its keys begin with a secret; who can read the network, or lists the keys, may still learn it.
+    """
+    if len(set(hosts)) == 1:
+        folder = _kept.enter_context(temporary_folder("ranks"))
+        return f"{folder / 'meeting'}"
     try:
         store = TCPStore(own.address, 0, is_master=True, wait_for_workers=False, timeout=_MESH_S)
     except RuntimeError as error:
@@ -145,18 +169,28 @@ def _open_store(own: RankEnvironment) -> TCPStore:
             f"rank 0 on {own.host} cannot be reached at MASTER_ADDR, which is {own.address}: {why}; set it to the host "
             "of rank 0"
         ) from error
-    _kept.append(store)
-    return store
+    _kept.callback(lambda: store)
+    return f"{store.port}:{draw_key()}"
+
+
+def _meet(group: RankGroup) -> Store:
+    """Return torch's store at the meeting."""
+    meeting = group.roll.meeting
+    if meeting.startswith("/"):
+        return FileStore(meeting, -1)
+    port, prefix = meeting.split(":")
+    return PrefixStore(prefix, TCPStore(group.address, int(port), is_master=False, timeout=_MESH_S))
 
 
 def _choose_interface(group: RankGroup) -> None:
-    """Let gloo use the interface that reaches the other hosts; that of the host's name may be a loopback."""
-    if len(set(group.hosts)) == 1:
-        return
-    address = group.roll_call.find_address(group.roll)
+    """Let gloo and NCCL use the interface that reaches the other hosts; the loopback if there are none."""
+    is_alone = len(set(group.hosts)) == 1
+    address = LOOPBACK if is_alone else group.roll_call.find_address(group.roll)
     for name, addresses in psutil.net_if_addrs().items():
         if address in (each.address for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            if is_alone:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def _choose_gpu(local_rank: int) -> None:
@@ -173,8 +207,7 @@ def _choose_gpu(local_rank: int) -> None:
 def _connect_all(group: RankGroup, device: str, timeout: timedelta) -> None:
     """Make torch's group of all ranks."""
     try:
-        store = PrefixStore("group", group.connect())
-        _init_torch_group(device, store, group.rank, group.size, timeout)
+        _init_torch_group(device, PrefixStore("group", _meet(group)), group.rank, group.size, timeout)
         dist.all_reduce(torch.zeros(1))  # all are connected before one that refuses its settings leaves
     except (RuntimeError, TimeoutError) as error:
         here = f"rank {group.rank} on {group.hosts[group.rank]}"
@@ -198,12 +231,15 @@ def _find_the_others() -> tuple[RankEnvironment, RollCall | RollMember]:
     """Call the roll of a group that the program made itself: its port is torch's, so rank 0 listens on another."""
     own = replace(read_environment(), ports=(0,))
     first = RollCall(own, START_S) if own.rank == 0 else None
-    ports: list[Any] = [None] * own.size
-    dist.all_gather_object(ports, 0 if first is None else first.port)
-    return own, first or RollMember(replace(own, ports=(ports[0],)), START_S)
+    port = torch.tensor([0 if first is None else first.port])
+    if "cpu" not in dist.get_backend_config():
+        port = port.cuda()
+    dist.all_reduce(port)
+    return own, first or RollMember(replace(own, ports=(int(port),)), START_S)
 
 
-_kept: list[TCPStore] = []
+_kept: Final = ExitStack()
+atexit.register(_kept.close)
 
 
 def _leave() -> None:

@@ -7,7 +7,6 @@ share slabs with it.
 """
 
 import itertools
-import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +32,7 @@ from zinfer.ranks.rank_store import growing_pauses
 from zinfer.ranks.rank_watch import BEAT_S, RankWatch
 from zinfer.ranks.sockets import SILENCE_S
 from zinfer.ranks.turns import Turns
+from zinfer.ranks.values import from_bytes, to_bytes
 
 _MOST_PAUSE_S: Final = 1e-3
 _LEAVE_PAUSE_S: Final = 0.02
@@ -112,7 +112,7 @@ class ModelRanks:
         self._slabs.scatter(part, slab, source)
 
     def exchange(self, value: _T, members: Sequence[int] = ()) -> list[_T]:
-        """Return every rank's value, by rank. All ranks call it in the same order, with what pickle takes.
+        """Return every rank's value, by rank. All ranks call it in the same order, with what `to_bytes` takes.
 
         Args:
             value: this rank's.
@@ -125,13 +125,13 @@ class ModelRanks:
         number = self._num_exchanges[members]
         self._num_exchanges[members] += 1
         among = "exchange/" + "-".join(map(str, members))
-        self._store.set(f"{among}/{number}/{self.group.rank}", pickle.dumps(value))
+        self._store.set(f"{among}/{number}/{self.group.rank}", to_bytes(value))
         found: list[_T] = []
         for rank in members:
             with self.progress.waiting():
                 while not self._store.arrives(f"{among}/{number}/{rank}", BEAT_S):
                     self.check()
-            found.append(pickle.loads(self._store.get(f"{among}/{number}/{rank}")))
+            found.append(from_bytes(self._store.get(f"{among}/{number}/{rank}")))
         if number:  # all have read the values before these
             self._store.delete(f"{among}/{number - 1}/{self.group.rank}")
         return found

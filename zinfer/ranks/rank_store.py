@@ -1,22 +1,24 @@
-"""A connection to the store that rank 0 keeps: small values by key, for all ranks of a model."""
+"""Small values by key, which rank 0 keeps for all ranks, and the connections of the ranks to them.
+
+Torch's stores serve whoever reaches their port, so the ranks' own values pass over connections that have proved who is
+at the other end (`zinfer.ranks.sockets`). Values are bytes: nothing that is received is run.
+"""
 
 import math
-import time
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from typing import Any, Final, TypeVar
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, Final
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+import msgspec
 
 from zinfer.errors import RankError
-from zinfer.nvme.pool import Pool
 from zinfer.ranks.sockets import SILENCE_S
 
 _LEAST_PAUSE_S: Final = 20e-6
-_MOST_PAUSE_S: Final = 2e-3  # less than a block takes on its way
 _LOOK_S: Final = 1.0  # for what another connection has found
-_RETURN_S: Final = 1.0
-_T = TypeVar("_T")
 
 
 def growing_pauses(most_s: float) -> Iterator[float]:
@@ -27,13 +29,88 @@ def growing_pauses(most_s: float) -> Iterator[float]:
         pause_s = min(2 * pause_s, most_s)
 
 
+class StoredValues:
+    """What rank 0 keeps; thread-safe. Each method that `RankStore` has is explained there."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Lock()
+        self._awaited: defaultdict[str, list[threading.Event]] = defaultdict(list)
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def has(self, *keys: str) -> bool:
+        return all(key in self._values for key in keys)
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        with self._changed:
+            if key not in self._values:
+                self._set(key, value)
+            return self._values[key]
+
+    def add(self, key: str, number: int) -> int:
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + number
+            if number:
+                self._set(key, str(total).encode())
+            return total
+
+    def delete(self, key: str) -> None:
+        with self._changed:
+            self._values.pop(key, None)
+
+    def arrives(self, key: str, timeout_s: float) -> bool:
+        with self._changed:
+            if key in self._values:
+                return True
+            came = threading.Event()
+            self._awaited[key].append(came)
+        if came.wait(timeout_s):
+            return True
+        with self._changed:
+            if waiting := self._awaited.get(key):
+                waiting.remove(came)
+                if not waiting:
+                    del self._awaited[key]
+        return came.is_set()
+
+    def serve(self, connection: Connection) -> None:
+        """Answer the questions of one rank until its connection ends, or asks what no rank does."""
+        with suppress(EOFError, OSError), connection:
+            while True:
+                name, *args = msgspec.msgpack.decode(connection.recv_bytes())
+                connection.send_bytes(msgspec.msgpack.encode(_CALLS[name](self, *args)))
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for each in self._awaited.pop(key, ()):
+            each.set()
+
+
+_CALLS: Final[dict[Any, Callable[..., Any]]] = {
+    call.__name__: call
+    for call in (
+        StoredValues.set,
+        StoredValues.get,
+        StoredValues.has,
+        StoredValues.set_once,
+        StoredValues.add,
+        StoredValues.delete,
+        StoredValues.arrives,
+    )
+}
+
+
 class RankStore:
     """One thread's connection. Every method raises RankError once rank 0, and with it the store, is gone or silent.
 
-    The calls run in a thread of the connection, because torch's own never return if the other end is stopped.
-
     Args:
-        connect: returns a connection to rank 0.
+        connect: returns a connection to rank 0; on rank 0 what it keeps.
         prefix: of the model's keys.
         gone: makes the error from the reason; None: no answer came.
         lost: returns the error that another connection has met, if any.
@@ -41,76 +118,74 @@ class RankStore:
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        connect: Callable[[], Connection | StoredValues],
         prefix: str,
         gone: Callable[[str | None], RankError],
         lost: Callable[[], RankError | None],
     ) -> None:
-        self._gone, self._lost = gone, lost
-        self._is_over = False
-        self._calls = Pool(1, "zinfer-store")
-        self._store = self._ask(lambda: PrefixStore(prefix, connect()))
+        self._connect, self._prefix, self._gone, self._lost = connect, prefix, gone, lost
+        self._link: Connection | StoredValues | None = None
+        self.has()
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a key."""
-        self._ask(lambda: self._store.set(key, value))  # type: ignore[arg-type]  # takes bytes too
+        self._ask("set", self._named(key), value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
         """Return the value of a key that is set."""
-        return self._ask(lambda: bytes(self._store.get(key)))
+        return bytes(self._ask("get", self._named(key)))
 
     def has(self, *keys: str) -> bool:
         """Whether all keys are set."""
-        return self._ask(lambda: bool(self._store.check(list(keys))))
+        return bool(self._ask("has", *map(self._named, keys)))
 
     def set_once(self, key: str, value: str) -> str:
         """Set a key unless it is set; returns its value."""
-        return self._ask(lambda: bytes(self._store.compare_set(key, "", value)).decode())
+        return bytes(self._ask("set_once", self._named(key), value.encode())).decode()
 
     def add(self, key: str, number: int) -> int:
         """Add to a counter; returns its new value."""
-        return self._ask(lambda: int(self._store.add(key, number)))
+        return int(self._ask("add", self._named(key), number))
 
     def delete(self, key: str) -> None:
         """Delete a key."""
-        self._ask(lambda: self._store.delete_key(key))
+        self._ask("delete", self._named(key))
 
     def arrives(self, key: str, timeout_s: float) -> bool:
-        """Whether a key is set within the timeout. Asks again and again: `Store.wait` logs every timeout it meets."""
-
-        def poll() -> bool:
-            until_s, pauses = time.monotonic() + timeout_s, growing_pauses(_MOST_PAUSE_S)
-            while not self._store.check([key]):
-                if self._is_over or time.monotonic() >= until_s:
-                    return False
-                time.sleep(next(pauses))
-            return True
-
-        return self._ask(poll, timeout_s + SILENCE_S)
+        """Whether a key is set within the timeout."""
+        return bool(self._ask("arrives", self._named(key), timeout_s, timeout_s=timeout_s + SILENCE_S))
 
     def close(self) -> None:
-        """End the thread; not after a failure, when it may never end."""
-        self._calls.close()
+        """End the connection."""
+        if isinstance(self._link, Connection):
+            self._link.close()
+        self._link = None
 
-    def _ask(self, call: Callable[[], _T], timeout_s: float = SILENCE_S) -> _T:
-        answer = self._calls.submit(call)
-        for _ in range(math.ceil(timeout_s / _LOOK_S)):  # seconds while this process runs, and not while it is stopped
+    def _named(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def _ask(self, call: str, *args: Any, timeout_s: float = SILENCE_S) -> Any:
+        try:
             if (failure := self._lost()) is not None:
-                self._leave_alone(answer)
                 raise failure
-            try:
-                return answer.result(_LOOK_S)
-            except TimeoutError:
-                continue
-            except RuntimeError as error:
-                raise self._gone(str(error).splitlines()[0]) from error
-        self._leave_alone(answer)
+            link = self._link = self._link or self._connect()
+            if isinstance(link, StoredValues):
+                return _CALLS[call](link, *args)
+            link.send_bytes(msgspec.msgpack.encode((call, *args)))
+            for _ in range(math.ceil(timeout_s / _LOOK_S)):  # seconds while this process runs, not while it is stopped
+                if link.poll(_LOOK_S):
+                    return msgspec.msgpack.decode(link.recv_bytes())
+                if (failure := self._lost()) is not None:
+                    raise failure
+        except (EOFError, OSError) as error:
+            raise self._gone(_reason(error)) from error
+        except RankError:
+            raise
+        except BaseException:  # a signal: an answer may still come, and is not that to the next question
+            self.close()
+            raise
         raise self._gone(None)
 
-    def _leave_alone(self, answer: Future[Any]) -> None:
-        """Wait for a call under way, which a stopped rank never answers.
 
-        If it returned once Python has ended, C++ would abort the process.
-        """
-        self._is_over = True
-        wait([answer], _RETURN_S)
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else "its connection ended"

@@ -13,6 +13,7 @@ from ray.util.placement_group import get_current_placement_group, placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from zinfer.errors import ConfigError, RankError
+from zinfer.ranks.environment import KEY, draw_key
 from zinfer.ranks.sockets import reserve_port
 
 _END_S: Final = 60.0  # in which a failure of one rank ends the others
@@ -107,9 +108,10 @@ class RankActors:
         try:
             address, port = ray.get(self._actors[0].find_address.remote())
             gpus = [each for several in ray.get([actor.gpus.remote() for actor in self._actors]) for each in several]
+            key = draw_key()
             ray.get(
                 [
-                    actor.enter.remote(rank_variables(rank, self.size, address, port, gpus))
+                    actor.enter.remote(rank_variables(rank, self.size, address, port, gpus) | {KEY: key})
                     for rank, actor in enumerate(self._actors)
                 ]
             )

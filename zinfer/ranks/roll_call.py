@@ -6,11 +6,10 @@ imports for minutes keeps its connection and is waited for; one that is killed l
 gone within `SILENCE_S` (`zinfer.ranks.sockets`). Rank 0 tells the others, so that all name the rank that is missing.
 """
 
-import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -18,7 +17,8 @@ from typing import Any, Final
 
 from zinfer.errors import RankError
 from zinfer.ranks.environment import RankEnvironment
-from zinfer.ranks.sockets import connection_of, listen, own_address, receive, send
+from zinfer.ranks.rank_store import StoredValues
+from zinfer.ranks.sockets import accepted, demand, listen, own_address, receive, send
 
 START_S: Final = 300
 """In which a process that is there has imported what it needs."""
@@ -32,14 +32,12 @@ class Roll:
     Attributes:
         hosts: their host names, by rank.
         first_address: of rank 0's host, as other hosts reach it.
-        store_port: of the store that rank 0 keeps.
-        key: to open links with.
+        meeting: where the ranks make torch's group, as rank 0's ``open_meeting`` returned it.
     """
 
     hosts: tuple[str, ...]
     first_address: str
-    store_port: int
-    key: str
+    meeting: str
 
 
 class RollCall:
@@ -59,7 +57,7 @@ class RollCall:
     def __init__(self, own: RankEnvironment, patience_s: float) -> None:
         self._own, self._patience_s = own, patience_s
         self._began_s = time.monotonic()
-        self._key = secrets.token_hex(16)
+        self._values = StoredValues()
         self._changed = threading.Condition()
         self._there: dict[int, _Attendance] = {}
         self._num_knocking: Counter[int] = Counter()  # connections by rank
@@ -70,8 +68,11 @@ class RollCall:
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="zinfer-roll-call", daemon=True).start()
 
-    def join(self, store_port: int) -> Roll:
+    def join(self, open_meeting: Callable[[Sequence[str]], str]) -> Roll:
         """Wait until all ranks are ready, and tell them so.
+
+        Args:
+            open_meeting: is given the host names of all ranks, and returns `Roll.meeting`.
 
         Raises:
             RankError: one ended before, did not connect in time, or was not ready in time.
@@ -82,7 +83,7 @@ class RollCall:
             there = [self._there[rank] for rank in others]
             farthest = max(there, key=lambda each: each.host != self._own.host)  # those on this host may use a loopback
             hosts = (self._own.host, *(each.host for each in there))
-            roll = Roll(hosts, own_address(farthest.connection), store_port, self._key)
+            roll = Roll(hosts, own_address(farthest.connection), open_meeting(hosts))
             self._is_joined = True
             for rank in others:
                 self._tell(rank, roll=asdict(roll))
@@ -112,6 +113,10 @@ class RollCall:
             if told := lost() or late:
                 raise RankError("; ".join(told))
             return [self._links.pop(key) for key in keys]
+
+    def open_store(self) -> StoredValues:
+        """Return what rank 0 keeps for all ranks."""
+        return self._values
 
     def find_address(self, roll: Roll) -> str:
         """Return the address of this host that other hosts reach."""
@@ -148,34 +153,48 @@ class RollCall:
             raise RankError("; ".join(self._lost.values()))
 
     def _accept(self) -> None:
-        while True:
-            found, _ = self._listener.accept()
-            threading.Thread(
-                target=self._attend, args=(connection_of(found),), name="zinfer-roll-call", daemon=True
-            ).start()
+        for connection in accepted(self._listener):
+            try:
+                threading.Thread(target=self._attend, args=(connection,), name="zinfer-roll-call", daemon=True).start()
+            except RuntimeError:  # no more threads may be started: who connects tries again
+                connection.close()
 
     def _attend(self, connection: Connection) -> None:
         """Take what one connection says until it ends."""
         with suppress(EOFError, OSError):
-            hello = receive(connection)
-            refusal = self._refusal(hello)
-            if refusal is not None:
-                send(connection, refused=refusal)
-            elif "link" in hello:
-                with self._changed:
-                    send(connection, job=self._own.job)
-                    self._links[hello["rank"], hello["link"]] = connection
-                    self._changed.notify_all()
-            else:
-                self._attend_rank(hello["rank"], str(hello["host"]), connection)
+            if connection.poll(START_S) and self._admit(connection, receive(connection)):
+                return
+        connection.close()
 
-    def _attend_rank(self, rank: int, host: str, connection: Connection) -> None:
-        """Take what a rank says until its connection ends."""
+    def _admit(self, connection: Connection, hello: dict[str, Any]) -> bool:
+        """Take what one connection says; whether it is kept.
+
+        Raises:
+            EOFError, OSError: it has ended, or is none of the job's.
+        """
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            send(connection, refused=refusal)
+            return False
+        rank, what = int(hello["rank"]), hello.get("what")
+        if what == "rank":
+            return self._attend_rank(rank, str(hello.get("host")), connection, hello)
+        demand(connection, self._own.key, hello)
+        if what == "store":
+            self._values.serve(connection)
+            return False
+        with self._changed:
+            self._links[rank, hello["link"]] = connection
+            self._changed.notify_all()
+        return True
+
+    def _attend_rank(self, rank: int, host: str, connection: Connection, hello: dict[str, Any]) -> bool:
+        """Take what a rank says until its connection ends; whether it was there."""
         there: _Attendance | None = None
         with self._changed:
             self._num_knocking[rank] += 1
         with suppress(EOFError, OSError):
-            send(connection, job=self._own.job)
+            demand(connection, self._own.key, hello)
             while receive(connection):
                 with self._changed:
                     if there is not None:
@@ -192,16 +211,17 @@ class RollCall:
                 what = "ended" if self._is_joined else "has not joined: it ended"
                 self._lose(rank, f"{self._named(rank)} {what} or was killed, or has lost its connection")
             self._changed.notify_all()
+        return there is not None
 
     def _refusal(self, hello: dict[str, Any]) -> str | None:
-        """Return why a connection is none of a rank of this job, if it is not."""
+        """Return why a connection is none of a rank of this job, if it is not; its key is still to be proved."""
         rank = hello.get("rank")
         if hello.get("job") != self._own.job:
             return "another job listens there; set MASTER_PORT to a free port"
         if not isinstance(rank, int) or not 0 < rank < self._own.size:
             return f"there is no rank {rank} of {self._own.size} besides rank 0; start the processes with torchrun"
-        if "link" in hello:
-            return None if hello.get("key") == self._key else "the link has another key"
+        if hello.get("what") != "rank":
+            return None
         with self._changed:
             there = self._there.get(rank)
         return None if there is None else _twice(rank, there.host)

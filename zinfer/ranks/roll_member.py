@@ -10,7 +10,7 @@ from typing import Any, Final
 from zinfer.errors import RankError
 from zinfer.ranks.environment import RankEnvironment
 from zinfer.ranks.roll_call import START_S, Roll
-from zinfer.ranks.sockets import SILENCE_S, connect, own_address, receive, send
+from zinfer.ranks.sockets import SILENCE_S, connect, greet, own_address, prove, receive, send
 
 _PAUSE_S: Final = 0.05
 _FIRST_TRY_S: Final = 30.0  # more than a name server, a connection and an answer take
@@ -80,9 +80,17 @@ class RollMember:
             RankError: rank 0 is gone.
         """
         try:
-            return [self._connect(self._port, link=number, key=roll.key)]
+            return [self._connect(self._port, what="link", link=number)]
         except (EOFError, OSError) as error:
             raise RankError(f"{self._named()} could not connect to rank 0 on {roll.hosts[0]}: {error}") from error
+
+    def open_store(self) -> Connection:
+        """Return a connection to what rank 0 keeps for all ranks.
+
+        Raises:
+            EOFError, OSError: rank 0 is gone.
+        """
+        return self._connect(self._port, what="store")
 
     def wait_found(self, timeout_s: float) -> bool:
         """Wait until rank 0 knows of this rank; whether it does."""
@@ -110,7 +118,7 @@ class RollMember:
         while not self._is_over.is_set():
             for port in self._own.ports:
                 try:
-                    connection = self._connect(port, host=self._own.host)
+                    connection = self._connect(port, what="rank", host=self._own.host)
                     send(connection, here=True)
                 except (EOFError, OSError) as error:
                     self._why = f"{self._own.address} port {port}: {str(error) or 'no rank 0 listens there'}"
@@ -125,13 +133,11 @@ class RollMember:
     def _connect(self, port: int, **hello: Any) -> Connection:
         connection = connect(self._own.address, port)
         try:
-            send(connection, job=self._own.job, rank=self._own.rank, **hello)
+            drawn = greet(connection, job=self._own.job, rank=self._own.rank, **hello)
             if not connection.poll(SILENCE_S if self._found.is_set() else _ANSWER_S):
                 self._is_heard = True
                 raise TimeoutError("no answer")
-            answer = receive(connection)
-            if answer.get("job") != self._own.job:
-                raise ConnectionRefusedError(str(answer.get("refused", "no rank 0 listens there")))
+            prove(connection, self._own.key, drawn, receive(connection))
         except BaseException:
             connection.close()
             raise
