@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from commands import start
 
+from zinfer.comm import get_local_rank
 from zinfer.errors import ConfigError
 from zinfer.ranks.environment import is_several, own_rank, read_environment, spoken_rank
 
@@ -105,6 +107,13 @@ def test_messages_of_a_rank_need_no_variables(
     assert spoken_rank() == rank
 
 
+def test_a_bad_local_rank_is_named_to_scripts(environment: Callable[..., None]) -> None:
+    assert get_local_rank() == 0
+    environment(LOCAL_RANK="first")
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 'first', not a number"):
+        get_local_rank()
+
+
 def test_ranks_without_a_launcher_share_the_users_key(environment: Callable[..., None], tmp_path: Path) -> None:
     environment(**TORCHRUN, **MASTER, XDG_CACHE_HOME=f"{tmp_path}")
     with ThreadPoolExecutor(8) as threads:
@@ -129,3 +138,24 @@ def test_ranks_without_a_launcher_share_the_users_key(environment: Callable[...,
         read_environment()
     environment(ZINFER_RANKS_KEY="k" * 16)
     assert read_environment().key == "k" * 16
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "probe"])
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": ""}, "RANK is '', not a number of processes, a rank or a port"),
+        ({"RANK": "abc"}, "RANK is 'abc', not a number of processes, a rank or a port"),
+        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is not set, which 2 processes need"),
+    ],
+)
+def test_commands_say_one_sentence_of_bad_variables(
+    tmp_path: Path, command: str, variables: dict[str, str], said: str
+) -> None:
+    files = ["--model", "model", "--input", "in.jsonl", "--output", "out.jsonl"] if command == "run" else []
+    files = ["--model", "model"] if command == "bench" else files
+    process = start([command, *files], tmp_path, warm=True, variables={"WORLD_SIZE": "2", **variables})
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert "Traceback" not in err
+    assert " ".join(err.split()).startswith(f"zinfer: error: {said}"), err

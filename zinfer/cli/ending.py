@@ -18,7 +18,7 @@ from zinfer.cli.rank_endings import LAUNCHER, Ending, note_ending, wait_for_caus
 from zinfer.display import LastingStream, print_text
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError, RankError, silent_rank_of
 from zinfer.jobs.request import OtherRankFailed, UnusableInput
-from zinfer.ranks.environment import host_name, own_rank
+from zinfer.ranks.environment import host_name, spoken_rank
 
 Device = Literal["auto", "cuda", "cpu"]
 
@@ -87,11 +87,12 @@ def conclude(text: str, exit_code: int, *, is_own: bool = True, silent_rank: int
         is_own: whether the cause lies in this process, not in a signal or another rank.
         silent_rank: one that has not answered. If it is rank 0, rank 1 speaks for all.
     """
+    rank = spoken_rank()
     if LAUNCHER in os.environ:
-        note_ending(Ending(own_rank(), host_name(), text, exit_code, is_own, silent_rank))
+        note_ending(Ending(rank or 0, host_name(), text, exit_code, is_own, silent_rank))
         if not is_own and exit_code == EXIT_STOPPED and signal.SIGTERM not in _received:  # another rank failed
             wait_for_cause()
-    elif own_rank() == int(silent_rank == 0) or (is_own and silent_rank is None):
+    elif rank in (None, int(silent_rank == 0)) or (is_own and silent_rank is None):
         say(text)
     if silent_rank is not None:  # threads of torch wait for it, and would abort the process at its end
         sys.stdout.flush()

@@ -14,7 +14,7 @@ from rich.console import Console
 from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals
 from zinfer.cli.rank_endings import LAUNCHER
 from zinfer.jobs.request import Pooling, Task, kept_message
-from zinfer.ranks.environment import own_rank
+from zinfer.ranks.environment import own_rank, spoken_rank
 
 
 def run(
@@ -103,4 +103,5 @@ def run(
 
 def _kept(output: Path) -> str:
     """Return a message on the rows in the output, which other ranks than 0 may not see, unless all are on one host."""
-    return kept_message(output) if own_rank() == 0 or LAUNCHER in os.environ else "Rank 0 keeps the finished rows"
+    speaks = spoken_rank() in (None, 0) or LAUNCHER in os.environ
+    return kept_message(output) if speaks else "Rank 0 keeps the finished rows"

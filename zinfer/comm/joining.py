@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zinfer.errors import ConfigError, RankError
-from zinfer.ranks.environment import num_in_step, num_started, own_rank
+from zinfer.ranks.environment import num_in_step, num_started, own_local_rank, own_rank
 from zinfer.ranks.group import join_group, make_group_of_one
 
 _DEVICES: Final = {"nccl": "cuda", "gloo": "cpu"}
@@ -60,7 +60,7 @@ def init_distributed(
 
 def get_local_rank() -> int:
     """Return this process's number on its host, as `LOCAL_RANK` states it; 0 if it was started alone."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return own_local_rank()
 
 
 def _check_environment(init_method: str | None, rank: int, world_size: int) -> None:
