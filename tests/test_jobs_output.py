@@ -159,24 +159,24 @@ def test_a_file_that_was_never_begun_leaves_nothing(path: Path) -> None:
         (b"{", "is not a manifest of a zinfer job; move it away"),
         (b"[]", "is not a manifest of a zinfer job; move it away"),
         (b"[" * 100_000, "is not a manifest of a zinfer job; move it away"),
-        (b'{"kind": "zinfer batch job", "version": 99}', "has version 99, this zinfer writes 3"),
-        (b'{"kind": "zinfer batch job", "version": 3, "model": {}}', "is damaged: input is missing; give another"),
+        (b'{"kind": "zinfer batch job", "version": 99}', "has version 99, this zinfer writes 4"),
+        (b'{"kind": "zinfer batch job", "version": 4, "model": {}}', "is damaged: input is missing; give another"),
         (
-            b'{"kind": "zinfer batch job", "version": 3, "model": {}, "input": {}, "settings": {}, "versions": {}}',
+            b'{"kind": "zinfer batch job", "version": 4, "model": {}, "input": {}, "settings": {}, "versions": {}}',
             "is damaged: began is missing",
         ),
         (
-            b'{"kind": "zinfer batch job", "version": 3, "model": {}, "input": {}, "settings": {}, "versions": {},'
+            b'{"kind": "zinfer batch job", "version": 4, "model": {}, "input": {}, "settings": {}, "versions": {},'
             b' "began": "2026-01-02T03:04:05", "sizes": {"kv_page_size": 1.5}}',
             "is damaged: sizes.kv_page_size: must be a positive whole number or a word, not 1.5",
         ),
         (
-            b'{"kind": "zinfer batch job", "version": 3, "model": {}, "input": {}, "settings": {}, "versions": {},'
+            b'{"kind": "zinfer batch job", "version": 4, "model": {}, "input": {}, "settings": {}, "versions": {},'
             b' "began": "2026-01-02T03:04:05",'
             b' "weights": {"a": {"size_bytes": 1, "mtime_ns": 1, "sample_sha256": "", "sha1": ""}}}',
             "is damaged: unknown field 'weights.a.sha1'",
         ),
-        (b'{"kind": "zinfer batch job", "version": 3, "model": {"a": "\\ud800"}}', "is not a manifest of a zinfer job"),
+        (b'{"kind": "zinfer batch job", "version": 4, "model": {"a": "\\ud800"}}', "is not a manifest of a zinfer job"),
     ],
 )
 def test_a_manifest_that_is_none_is_refused_and_kept(path: Path, content: bytes, message: str) -> None:

@@ -10,9 +10,13 @@ import pytest
 from jobs_run_support import failing, job, never_made, output, prompts
 from jobs_support import CHAT_TEMPLATE, letters_model, read_rows
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.fingerprint import weights_sample
 from zinfer.errors import JobError
 from zinfer.jobs import UnusableInput
+from zinfer.jobs.weights import Weights
 
 __all__ = ["output", "prompts"]  # fixtures
 
@@ -29,6 +33,10 @@ def manifest(output: Path) -> dict[str, Any]:
 
 def shards(model: Path) -> list[Path]:
     return sorted(model.glob("*.safetensors"))
+
+
+def weights_of(model: Path) -> Weights:
+    return Weights(Checkpoint.open(model))
 
 
 def stopped(model: Path, prompts: Path, output: Path, **options: Any) -> None:
@@ -59,6 +67,25 @@ def test_other_weights_in_files_of_the_same_size_are_refused(
     with pytest.raises(UnusableInput, match=rf"model {file} holds other weights .*samples .* in the manifest, .* now"):
         job(model, prompts, output, engine_factory=never_made)
     assert output.read_bytes() == rows
+
+
+def test_one_matrix_that_differs_is_refused_wherever_it_lies(tmp_path: Path) -> None:
+    """Also between samples that are spread over a file, and in a file whose time is as it was."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 128}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path)
+    file, notes, missed = tmp_path / "model.safetensors", list[str](), list[str]()
+    former, then, tensors, spread = weights_of(tmp_path).files, file.stat(), load_file(file), weights_sample([file])
+    for name, tensor in tensors.items():
+        save_file({**tensors, name: tensor + 0.01}, file, {"format": "pt"})
+        assert file.stat().st_size == then.st_size
+        os.utime(file, ns=(then.st_atime_ns, then.st_mtime_ns))
+        missed += [name] if weights_sample([file]) == spread else []
+        with pytest.raises(UnusableInput, match=f"model {file} holds other weights"):
+            weights_of(tmp_path).check_same(former, notes.append)
+    assert missed, "the test's own: one must lie between the samples of a file"
+    save_file(tensors, file, {"format": "pt"})
+    weights_of(tmp_path).check_same(former, notes.append)
+    assert notes == ["1 weights files have other times than when this job began, and hold the same"]
 
 
 def test_a_folder_that_was_copied_goes_on(model: Path, prompts: Path, output: Path) -> None:

@@ -19,7 +19,7 @@ from zinfer.nvme.whole_file import place_file
 from zinfer.requests.field_errors import field_error
 
 KIND: Final = "zinfer batch job"
-VERSION: Final = 3
+VERSION: Final = 4
 
 
 def _size(value: object) -> int | str:
@@ -43,7 +43,7 @@ class Manifest:
     """
 
     kind: Literal["zinfer batch job"] = KIND
-    version: Literal[3] = VERSION
+    version: Literal[4] = VERSION
     model: dict[str, str]
     input: dict[str, str | int]
     settings: dict[str, str | int]
