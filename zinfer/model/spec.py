@@ -4,7 +4,8 @@ No module is built, and sizes are never underestimated: a value that the config 
 usual in its family.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -137,10 +138,12 @@ class ModelSpec:
                 eager attention is assumed, which takes the most memory.
 
         Raises:
-            PlanError: the model keeps a state other than keys and values, whose size is not known.
+            PlanError: the model keeps a state other than keys and values, whose size is not known; or the config does
+            not state the widths of attention as others do.
         """
         text = config.get_text_config(decoder=True)
-        return _read(text, int(text.vocab_size), _windows(text))
+        with _naming_config(text):
+            return _read(text, int(text.vocab_size), _windows(text))
 
     @classmethod
     def read_encoder(cls, config: PretrainedConfig) -> "ModelSpec":
@@ -153,9 +156,8 @@ class ModelSpec:
             PlanError: it does not state the model's width.
         """
         text = config.get_text_config(encoder=True)
-        if not _widest(text, "hidden_size") or not _widest(text, "num_attention_heads"):
-            raise PlanError(f"the config of a {text.model_type} model states no hidden_size or no num_attention_heads")
-        return _read(text, 0, (None,))
+        with _naming_config(text):
+            return _read(text, 0, (None,))
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
@@ -190,8 +192,28 @@ def is_generating_decoder(model: PreTrainedModel) -> bool:
     return bool(model.can_generate()) and not model.config.is_encoder_decoder
 
 
+@contextmanager
+def _naming_config(text: PretrainedConfig) -> Iterator[None]:
+    """Raise a PlanError that names the model's type for a config that lacks what `_read` asks of it."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except Exception as error:  # configs lack widths, or vary them, each in its own way
+        said = " ".join(f"{error}".split())
+        raise PlanError(
+            f"the config of a {text.model_type} model does not state its widths as those of other models do "
+            f"({type(error).__name__}: {said:.150}), so what it takes beside its weights is not known"
+        ) from error
+
+
 def _read(text: PretrainedConfig, vocab: int, windows: tuple[int | None, ...]) -> ModelSpec:
-    hidden, num_heads = int(text.hidden_size), _widest(text, "num_attention_heads")
+    hidden, num_heads = _widest(text, "hidden_size"), _widest(text, "num_attention_heads")
+    if not hidden or not num_heads:
+        raise PlanError(
+            f"the config of a {text.model_type} model states no hidden_size or no num_attention_heads; only the memory "
+            "of attention can be planned"
+        )
     is_latent = bool(getattr(text, "kv_lora_rank", None))
     read_attention = _latent_attention if is_latent else _attention
     query, cached, expanded, kv = read_attention(text, hidden, num_heads, len(windows))
@@ -277,12 +299,18 @@ def _experts(text: PretrainedConfig) -> Experts | None:
     )
 
 
+def _layer_configs(text: PretrainedConfig) -> Sequence[PretrainedConfig]:
+    """Return the config of each layer where they differ (Gemma 4's head_dim), else the one of all."""
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+
+
 def _first(text: PretrainedConfig, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
+    layer = _layer_configs(text)[0]
+    return next((value for name in names if (value := getattr(layer, name, None)) is not None), None)
 
 
 def _widest(text: PretrainedConfig, *names: str) -> int:
     """Return the largest value under these names, each a number or one per layer; 0 if there is none."""
-    values = [getattr(text, name, None) for name in names]
+    values = [getattr(layer, name, None) for layer in _layer_configs(text) for name in names]
     flat = [item for value in values for item in (value if isinstance(value, Iterable) else [value])]
     return max((int(item) for item in flat if item), default=0)
