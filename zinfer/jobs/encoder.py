@@ -1,9 +1,9 @@
 """Encode the rows of a batch sorted by length: less padding, and fewer passes over the weights."""
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from zinfer.jobs.request import Pooling, Task
 from zinfer.jobs.token_rows import by_length, padded
 from zinfer.model.build import find_dtype
 from zinfer.model.context_length import is_encoder_decoder
+from zinfer.model.padding import RowSharing, reset_rotary
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.memory import Footprint, find_encoding_footprint
@@ -28,6 +29,7 @@ from zinfer.probe.limits import MachineLimits
 from zinfer.requests.completion import not_finite
 
 TOKENS_PER_PASS: Final = 16384
+_T = TypeVar("_T")
 _NOT_FINITE: Final = "the model's outputs are not finite numbers; its weights may be damaged, or its dtype too narrow"
 
 
@@ -36,15 +38,23 @@ class Encoder:
 
     Args:
         pad_token_id: padding token, of `find_pad_token_id`; the mask hides it.
+        sharing: which rows may share a pass.
     """
 
-    def __init__(self, engine: InferenceEngine, task: Task, pooling: Pooling, pad_token_id: int) -> None:
+    def __init__(
+        self, engine: InferenceEngine, task: Task, pooling: Pooling, pad_token_id: int, sharing: RowSharing
+    ) -> None:
         self._engine = engine
         self._labels, self._pooling = task is Task.CLASSIFY, pooling
-        self._pad_token_id = pad_token_id
+        self._pad_token_id, self._sharing = pad_token_id, sharing
         config = padding_config(engine.module)
         needs_padding = self._labels and hasattr(config, "pad_token_id")
         self._lacks_padding = needs_padding and not _is_token(config, config.pad_token_id)
+
+    def passes(self, rows: Sequence[_T], length: Callable[[_T], int], max_tokens: int) -> list[list[_T]]:
+        """Divide rows among passes of at most ``max_tokens``, padding included, or of one row."""
+        groups = self._sharing.groups(rows, length)
+        return [part for group, _ in groups for part in by_length(group, length, max_tokens)]
 
     def encode(self, rows: Sequence[Sequence[int]]) -> list[Encoding]:
         """Encode one pass. Rows with non-finite outputs are recomputed alone to find the layer at fault."""
@@ -85,6 +95,7 @@ class Encoder:
             return found
 
     def _forward(self, rows: Sequence[Sequence[int]], pad_token_id: int) -> torch.Tensor:
+        reset_rotary(self._engine.module)
         ids, mask = padded(rows, pad_token_id)
         device, module = self._engine.device, self._engine.module
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
@@ -132,7 +143,7 @@ class EncodingCompleter(Completer):
                 yield from zip(part, encodings, strict=True)
 
     def _parts(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
-        return by_length(prompts, lambda prompt: len(prompt.token_ids), self._tokens_per_pass)
+        return self._encoder.passes(prompts, lambda prompt: len(prompt.token_ids), self._tokens_per_pass)
 
 
 def padding_config(model: PreTrainedModel) -> PreTrainedConfig:

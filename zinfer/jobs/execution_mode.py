@@ -27,7 +27,7 @@ from zinfer.jobs.encoder import (
     find_pad_token_id,
     padding_config,
 )
-from zinfer.jobs.padded import PaddedCompleter, batch_shape
+from zinfer.jobs.padded import PaddedCompleter, batch_shape, find_generation_pad
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.report import Moment, Timeline
@@ -35,6 +35,7 @@ from zinfer.jobs.request import JobRequest, Task, kept_message
 from zinfer.jobs.summary import weights_line
 from zinfer.jobs.weights import Weights
 from zinfer.model.batching_support import check_family
+from zinfer.model.padding import RowSharing, find_row_sharing
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.planning.job_sizes import Sizes
@@ -88,7 +89,7 @@ class ExecutionMode:
         self._weights, self._meter = weights, meter
         self._encodes = request.task is not Task.GENERATE
         states_room = settings.batch != BatchSettings() or settings.memory.max_weight_memory is not None
-        self._plans_room = is_generating_decoder(model) and not states_room
+        self._plans_room = is_generating_decoder(model) and not states_room and not self._encodes
         self._is_padded = False
         if not self._encodes:
             try:
@@ -96,6 +97,9 @@ class ExecutionMode:
             except ConfigError as error:
                 self._is_padded = True
                 meter.note(f"padded batches through transformers' generate, which are slower: {error}")
+        self._sharing = RowSharing() if self.is_batched else self._measure_sharing(model)
+        if self._is_padded and self._plans_room:
+            self._plans_room = self._knows_widths(model)
         self.batch_size = request.batch_size or (_PADDED_ROWS if self._is_padded else ROWS_TOGETHER)
         self.judges_batch_size = not (request.batch_size or request.only_missing or self._is_padded or self._encodes)
         self.num_shares = num_shares
@@ -103,6 +107,24 @@ class ExecutionMode:
         self.computing_s = 0.0
         self._timeline: Timeline | None = None
         self._says_places = False
+
+    def _measure_sharing(self, model: PreTrainedModel) -> RowSharing:
+        if self._encodes:
+            pad_token_id = find_pad_token_id(padding_config(model), self._tokenizer)
+        else:
+            pad_token_id = find_generation_pad(model, self._tokenizer)
+        found = find_row_sharing(model, pad_token_id, generates=not self._encodes)
+        if found.why is not None:
+            self._meter.note(found.why)
+        return found
+
+    def _knows_widths(self, model: PreTrainedModel) -> bool:
+        try:
+            ModelSpec.of(model)
+        except PlanError as error:
+            self._meter.note(_nothing_reserved(error))
+            return False
+        return True
 
     def reuse_batch_size(self, settings: Mapping[str, str | int]) -> None:
         """Use the batch size of the job being resumed, unless the caller set one."""
@@ -239,9 +261,9 @@ class ExecutionMode:
         engine = InferenceEngine(request.model, settings, find_reserve=find_reserve)
         input_errors = InputErrors(engine.module, settings.quantization)
         if self._is_padded:
-            return PaddedCompleter(engine, self._tokenizer, self._limits.most_tokens, input_errors)
+            return PaddedCompleter(engine, self._tokenizer, self._limits.most_tokens, self._sharing, input_errors)
         pad_token_id = find_pad_token_id(padding_config(engine.module), self._tokenizer)
-        encoder = Encoder(engine, request.task, request.pooling, pad_token_id)
+        encoder = Encoder(engine, request.task, request.pooling, pad_token_id, self._sharing)
         return EncodingCompleter(engine, encoder, self._tokens_per_pass, input_errors)
 
     def _find_reserve(self, prompts: Sequence[Prompt]) -> FindReserve | None:
@@ -249,7 +271,7 @@ class ExecutionMode:
         try:
             shape = ModelSpec.read_encoder(self._config)
         except PlanError as error:
-            self._meter.note(f"no memory is reserved for activations, so weights may take too much: {error}")
+            self._meter.note(_nothing_reserved(error))
             return None
         return encoder_reserve(shape, max(len(each.token_ids) for each in prompts), self._tokens_per_pass)
 
@@ -257,6 +279,13 @@ class ExecutionMode:
     def _tokens_per_pass(self) -> int:
         """Maximum tokens per pass of an encoder."""
         return self._settings.batching.tokens_per_pass or TOKENS_PER_PASS
+
+
+def _nothing_reserved(error: PlanError) -> str:
+    return (
+        f"no memory is reserved for activations, so weights may take too much: {error}; where memory runs out, lower "
+        "zinfer.max_weight_memory"
+    )
 
 
 def check_task(model: PreTrainedModel, task: Task) -> None:

@@ -6,14 +6,14 @@ greedy unless they set a temperature, so a file means the same for every model, 
 on the padding. forced_eos_token_id (BART) is ignored too: it would be forced where the longest row of a batch ends.
 """
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from zinfer.engine.engine import InferenceEngine
 from zinfer.engine.input_errors import InputErrors
@@ -23,12 +23,14 @@ from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.token_rows import padded
 from zinfer.model.context_length import is_encoder_decoder
+from zinfer.model.padding import RowSharing, reset_rotary
 from zinfer.requests.completion import Completion, choose_seed, not_finite
 from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.prompt_end import PromptEnd, find_prompt_end
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import StopCriteria, find_end_token_ids
 from zinfer.sampling.sampler import Row, Sampler, row_uniform
+from zinfer.units import duration
 
 
 class PaddedCompleter(Completer):
@@ -37,25 +39,39 @@ class PaddedCompleter(Completer):
     Args:
         tokenizer: used only by the calling thread.
         max_tokens: limit for a prompt and its new tokens together; None: no limit.
+        sharing: which rows may share a call of `generate`.
         input_errors: as for `Completer`.
     """
 
     def __init__(
-        self, engine: InferenceEngine, tokenizer: Any, max_tokens: int | None, input_errors: InputErrors
+        self,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        max_tokens: int | None,
+        sharing: RowSharing,
+        input_errors: InputErrors,
     ) -> None:
         super().__init__(engine.stats, engine.destroy, input_errors)
         self._engine = engine
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._sharing = sharing
 
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
-        shape = batch_shape(prompts)
+        shapes = [batch_shape(part) for part in self._parts(prompts)]
+        num_passes = sum(shape["new_tokens"] for shape in shapes)
         try:
-            predicted = self._engine.predict(**shape)
+            several = [self._engine.predict(**shape) for shape in shapes]
         except PlanError as error:
-            return Forecast(f"nothing: {error}", num_passes=shape["new_tokens"])
-        text = f"{predicted} (rates: {predicted.origin})"
-        return Forecast(text, predicted.tokens_per_s, predicted.seconds, shape["new_tokens"])
+            return Forecast(f"nothing: {error}", num_passes=num_passes)
+        if len(several) == 1:
+            [predicted] = several
+            text = f"{predicted} (rates: {predicted.origin})"
+            return Forecast(text, predicted.tokens_per_s, predicted.seconds, num_passes)
+        seconds = sum(each.seconds for each in several)
+        num_new = sum(shape["batch_size"] * shape["new_tokens"] for shape in shapes)
+        text = f"{duration(seconds)} for {len(several)} groups of rows (rates: {several[0].origin})"
+        return Forecast(text, num_new / seconds, seconds, num_passes)
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
@@ -65,7 +81,7 @@ class PaddedCompleter(Completer):
         for prompt in prompts:
             if (problem := problems.get(id(prompt))) is not None:
                 yield prompt, tuple(Completion.failed(0, sample, problem) for sample in range(prompt.params.n))
-        for part in fitting_parts([each for each in prompts if id(each) not in problems], self._max_tokens):
+        for part in self._parts([each for each in prompts if id(each) not in problems]):
             if not any(id(each) in wanted for each in part):
                 continue
             completions = complete(self._engine, part, self._tokenizer, self._count)
@@ -73,6 +89,15 @@ class PaddedCompleter(Completer):
             with suppress(PlanError):  # the forecast reports it
                 self.predicted_s += self._engine.predict(**batch_shape(part) | {"new_tokens": num_passes}).seconds
             yield from zip(part, completions, strict=True)
+
+    def _parts(self, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, ...]]:
+        """Yield the prompts of each call of `generate`."""
+        groups = self._sharing.groups(
+            prompts, lambda prompt: len(prompt.token_ids), lambda prompt: prompt.max_new_tokens
+        )
+        for group, border in groups:
+            limits = [each for each in (self._max_tokens, border) if each is not None]
+            yield from fitting_parts(group, min(limits, default=None))
 
     def _count(self, num_running: int) -> None:
         """Count one decoding step; prompt tokens are not counted."""
@@ -186,7 +211,7 @@ def complete(
     Sequences with non-finite logits are recomputed alone to find the layer at fault.
     """
     end_token_ids = find_end_token_ids(engine.module.generation_config, tokenizer)
-    pad_token_id = _pad_token_id(engine.module.generation_config, tokenizer, end_token_ids)
+    pad_token_id = find_generation_pad(engine.module, tokenizer)
 
     has_encoder = is_encoder_decoder(engine.module)
 
@@ -215,6 +240,7 @@ def _generate(
     side = "right" if is_encoder_decoder(engine.module) else "left"
     input_ids, attention_mask = padded([sequence.prompt.token_ids for sequence in sequences], pad_token_id, side)
     sampler = SequenceSampler(sequences, Sampler(vocab_size, engine.device), on_step)
+    reset_rotary(engine.module)
     engine.generate_unchecked(
         input_ids=input_ids.to(engine.device),
         attention_mask=attention_mask.to(engine.device),
@@ -260,7 +286,10 @@ def _problem(params: SamplingParams) -> str | None:
     return f"{name} needs continuous batching, which this model does not support; leave it out, or use another model"
 
 
-def _pad_token_id(generation_config: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> int:
+def find_generation_pad(model: PreTrainedModel, tokenizer: Any) -> int:
+    """Return the token that pads the prompts of `generate`."""
+    generation_config = model.generation_config
+    end_token_ids = find_end_token_ids(generation_config, tokenizer)
     own = None if tokenizer is None else tokenizer.pad_token_id
     candidates = [generation_config.pad_token_id, own, *end_token_ids]
     # Padding is masked, so token 0 works too.

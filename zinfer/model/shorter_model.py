@@ -36,7 +36,7 @@ class ShorterModel:
         num_all: the number of layers before.
 
     Raises:
-        ConfigError: the layers are not one list.
+        ConfigError: the layers are not one list, or the config cannot state fewer.
     """
 
     def __init__(
@@ -51,6 +51,11 @@ class ShorterModel:
         self._list = _list_of(model, layers)
         self.layers = dict(list(layers.items())[slice(*bounds)])
         self._undone: list[Callable[[], object]] = []
+        config = model.config.get_text_config(decoder=True)
+        for name in ("num_hidden_layers", *(name for name, _ in _lists_by_layer(config, len(layers)))):
+            held = getattr(type(config), config.attribute_map.get(name, name), None)
+            if not hasattr(config, name) or getattr(held, "fset", config) is None:
+                raise ConfigError(f"the config of a {type(model).__name__} states no {name} that could be lowered")
 
     @classmethod
     def of_each_kind(cls, model: PreTrainedModel, classes: Sequence[BlockClass] = ()) -> "ShorterModel":
@@ -60,8 +65,7 @@ class ShorterModel:
             classes: of modules that are layers too.
         """
         layers = find_layers(model, classes)
-        kinds = [*_kinds(model, layers)]
-        return cls(model, layers, (0, 1 + max(map(kinds.index, set(kinds)))), {})
+        return cls(model, layers, (0, count_to_all_kinds(model, layers)), {})
 
     def apply(self) -> None:
         """Cut the model down; call it once, or again after `undo`."""
@@ -98,6 +102,12 @@ class ShorterModel:
     def _set(self, target: Any, name: str, value: object) -> None:
         self._undone.append(partial(setattr, target, name, getattr(target, name)))
         setattr(target, name, value)
+
+
+def count_to_all_kinds(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> int:
+    """Return how many of these layers, from the first one, have all kinds among them."""
+    kinds = [*_kinds(model, layers)]
+    return 1 + max(map(kinds.index, set(kinds)))
 
 
 def _kinds(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> Iterator[Hashable]:

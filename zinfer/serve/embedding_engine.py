@@ -1,6 +1,7 @@
 """The process of a replica that embeds: rows of tokens that wait share passes over the encoder."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +18,14 @@ from zinfer.errors import PlanError
 from zinfer.jobs.encoder import TOKENS_PER_PASS, Encoder, encoder_reserve, find_pad_token_id
 from zinfer.jobs.execution_mode import check_task
 from zinfer.jobs.request import Pooling, Task
-from zinfer.jobs.token_rows import by_length
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
+from zinfer.model.padding import find_row_sharing
 from zinfer.model.spec import ModelSpec
 from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.serve.messages import Cancel, Connection, Embed, Embedded, Ready, Refused, ToEngine
+
+log = logging.getLogger(__name__)
 
 _PASSES_TOGETHER: Final = 4
 """Rows for so many passes are sorted by length together."""
@@ -58,9 +61,12 @@ class EmbeddingEngine:
         vocab_size = int(described.config.get_text_config().vocab_size)
         self.ready = Ready(vocab_size, limits, most_tokens, embeds=True)
         self._tokens_per_pass = settings.batching.tokens_per_pass or TOKENS_PER_PASS
-        self._engine = _open_engine(model, settings, described.config, min(most_tokens, self._tokens_per_pass))
         pad_token_id = find_pad_token_id(described.config, find_tokenizer(Path(model)))
-        self._encoder = Encoder(self._engine, Task.EMBED, pooling, pad_token_id)
+        sharing = find_row_sharing(described, pad_token_id, generates=False)
+        if sharing.why is not None:
+            log.warning("%s", sharing.why)
+        self._engine = _open_engine(model, settings, described.config, min(most_tokens, self._tokens_per_pass))
+        self._encoder = Encoder(self._engine, Task.EMBED, pooling, pad_token_id, sharing)
         self._thread = ThreadPoolExecutor(1, "zinfer-embed")
         self._waiting: dict[int, _Row] = {}
         self._arrived = asyncio.Event()
@@ -93,7 +99,7 @@ class EmbeddingEngine:
             if not self._waiting:
                 await self._arrived.wait()
                 await asyncio.sleep(0)  # what one call sends arrives together
-            for part in by_length(self._take(), lambda row: len(row.token_ids), self._tokens_per_pass):
+            for part in self._encoder.passes(self._take(), lambda row: len(row.token_ids), self._tokens_per_pass):
                 try:
                     vectors = await loop.run_in_executor(self._thread, self._embed, part)
                 except Exception as error:
