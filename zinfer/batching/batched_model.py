@@ -42,6 +42,7 @@ from zinfer.planning.memory import Footprint
 from zinfer.planning.pass_sizes import short_pass_tokens
 from zinfer.planning.placement import Plan
 from zinfer.probe.limits import MachineLimits
+from zinfer.requests.generation_config import GenerationDefaults
 from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler
@@ -151,6 +152,8 @@ class BatchedModel:
         )
         if (note := describe_unreachable(self._estimator)) is not None and not isinstance(lockstep, Follower):
             log.warning(note)
+        if (said := self._defaults.notice) and not isinstance(lockstep, Follower):
+            log.warning("%s", said)
         self._speculation: Speculation | None = None
         if not isinstance(lockstep, Follower):
             drafter = open_drafter(settings, draft, self.tokenizer, vocab_size)
@@ -212,7 +215,8 @@ class BatchedModel:
         self.vocab_size = int(module.config.get_text_config().vocab_size)
         self.limits = read_limits(module, settings.max_out_tokens)
         ends = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
-        self._builder = RequestBuilder(self.tokenizer, self.vocab_size, self.limits, ends)
+        self._defaults = GenerationDefaults.of(module, settings.generation_config)
+        self._builder = RequestBuilder(self.tokenizer, self.vocab_size, self.limits, ends, self._defaults)
 
     @property
     def device(self) -> torch.device:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from zinfer.errors import ConfigError
 from zinfer.requests.completion import Completion, choose_seed
 from zinfer.requests.detokenizer import Detokenizer
+from zinfer.requests.generation_config import NO_RULES, GenerationDefaults, TokenRules
 from zinfer.requests.grammar import Grammar, GrammarCompiler
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, as_list, is_chat, template_variables
@@ -60,6 +61,7 @@ class Request:
         precedence: whether it starts before others.
         known_ids: its tokens, if an earlier process has completed it: none is drawn; see [Note: known tokens] in
             `known_tokens`.
+        rules: of the model, for its tokens.
     """
 
     prompt_index: int
@@ -74,6 +76,7 @@ class Request:
     detokenizer: Detokenizer | None = None
     precedence: Precedence = FIRST_COME
     known_ids: "array[int] | None" = None
+    rules: TokenRules = NO_RULES
 
     @property
     def sent(self) -> SentRequest:
@@ -91,10 +94,18 @@ class RequestBuilder:
         vocab_size: of the model.
         limits: of prompts and new tokens.
         end_token_ids: the model's.
+        defaults: of its generation config.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, limits: LengthLimits, end_token_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        limits: LengthLimits,
+        end_token_ids: frozenset[int],
+        defaults: GenerationDefaults,
+    ) -> None:
+        self._tokenizer, self._defaults = tokenizer, defaults
         self._end_token_ids, self._vocab_size = end_token_ids, vocab_size
         self._encoder = PromptEncoder(tokenizer, vocab_size, limits)
         self._lock = threading.Lock()  # tokenizers are not thread-safe
@@ -163,6 +174,7 @@ class RequestBuilder:
             self._detokenizer(sent.params, prompt_end, sent.has_detokenizer),
             sent.precedence,
             sent.known_ids,
+            self._defaults.rules,
         )
 
     def close(self) -> None:
@@ -191,7 +203,7 @@ class RequestBuilder:
         deltas: bool,
         precedence: Precedence,
     ) -> list[Request]:
-        token_ids, params = self._encoder.encode(prompt, params, variables)
+        token_ids, params = self._encoder.encode(prompt, self._defaults.fill(params), variables)
         prompt_ids = array("i", token_ids)
         ends = frozenset() if params.ignore_eos else self._end_token_ids
         bad_word_ids = self._encoder.bad_word_ids(params)
@@ -209,6 +221,7 @@ class RequestBuilder:
                 grammar,
                 self._detokenizer(params, prompt_end, deltas),
                 precedence,
+                rules=self._defaults.rules,
             )
             for sample in range(params.n)
         ]

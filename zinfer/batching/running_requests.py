@@ -135,7 +135,9 @@ class RunningRequests:
         if request.grammar is not None:
             matcher = StructureMatcher(request.grammar, ends, request.stop_criteria.last_ids)
             self._matched.add(sequence.number)
-        row = Row(params, sequence.prompt_ids, output_ids, ends, uniform_at, request.bad_word_ids, matcher)
+        row = Row(
+            params, sequence.prompt_ids, output_ids, ends, uniform_at, request.bad_word_ids, matcher, request.rules
+        )
         num_needed = self._num_needed.get(request, EVERYTHING)
         self.by_number[sequence.number] = RunningRequest(request, sequence, row, num_needed)
         self._last_ids |= request.stop_criteria.last_ids

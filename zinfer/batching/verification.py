@@ -27,7 +27,7 @@ class Round:
 
 def rows_behind(row: Row, guesses: Sequence[int]) -> list[Row]:
     """Return the rows to draw from: behind the output so far, and behind each guess as if all before it were right."""
-    if row.params.is_plain:
+    if row.is_plain:
         return [row] * (1 + len(guesses))
     after = (replace(row, output_ids=[*row.output_ids, *guesses[:end]]) for end in range(1, len(guesses) + 1))
     return [row, *after]

@@ -3,7 +3,7 @@
 import asyncio
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,6 +18,10 @@ def chat(
     served_model_name: Annotated[str | None, typer.Option(help="Model of the server; by default its first.")] = None,
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON, for --model.")] = None,
     device: Annotated[Device | None, typer.Option(help="Where the layers compute, for --model.")] = None,
+    generation_config: Annotated[
+        Literal["auto", "none"] | None,
+        typer.Option(help="none: ignore the model's generation_config.json, but for its end tokens; for --model."),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0: always the likeliest token.")] = None,
@@ -35,8 +39,10 @@ def chat(
     with exit_on_error():
         if (model is None) == (url is None):
             raise ConfigError("give --model for a folder or --url for a server, one of them")
-        if url is not None and (config, device) != (None, None):
-            raise ConfigError("--config and --device are for --model; the server at --url has its own")
+        if url is not None and (config, device, generation_config) != (None, None, None):
+            raise ConfigError(
+                "--config, --device and --generation-config are for --model; the server at --url has its own"
+            )
         if model is not None and served_model_name is not None:
             raise ConfigError("--served-model-name is for --url; --model has one model")
         _check_extra(needs_server=model is not None)
@@ -49,6 +55,7 @@ def chat(
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
         options = {name: value for name, value in sampling.items() if value is not None}
         words = ["--model", str(model), *_option("--config", config), *_option("--device", device)]
+        words += _option("--generation-config", generation_config)
         connection = local_client(words, options) if url is None else ChatClient(url, api_key, options)
         talking = talk(Terminal(), connection, model=served_model_name, system=system, signals=ending_signals())
         if (number := asyncio.run(talking)) is not None:

@@ -64,6 +64,10 @@ def serve(
     draft_model: Annotated[
         Path | None, typer.Option(help="Folder of a small model of the same vocabulary that guesses next tokens.")
     ] = None,
+    generation_config: Annotated[
+        Literal["auto", "none"] | None,
+        typer.Option(help="none: ignore the model's generation_config.json, but for its end tokens."),
+    ] = None,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests may take after SIGTERM.")] = 60,
     arrive: Annotated[
         float,
@@ -92,7 +96,7 @@ def serve(
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both")
         if draft_model is not None and not draft_model.is_dir():
             raise ConfigError(f"--draft-model {draft_model} is not a folder")
-        stated = _stated(max_token_latency, speculate, draft_model)
+        stated = _stated(max_token_latency, speculate, draft_model, generation_config)
         if task is ServedTask.EMBED:
             given = {"ranks": ranks, "files": files, **stated}
             if unwanted := [name.replace("_", "-") for name, value in given.items() if value is not None]:
@@ -141,6 +145,7 @@ def replica(
     pooling: Annotated[Pooling, typer.Option()] = Pooling.MEAN,
     max_token_latency: Annotated[str | None, typer.Option()] = None,
     speculate: Annotated[str | None, typer.Option()] = None,
+    generation_config: Annotated[str | None, typer.Option()] = None,
     draft_model: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Compute for the server that listens on this socket."""
@@ -151,7 +156,7 @@ def replica(
             begin_rank(ranks)
             from zinfer.config import resolve_settings
 
-        stated = _stated(max_token_latency, speculate, draft_model)
+        stated = _stated(max_token_latency, speculate, draft_model, generation_config)
         settings = resolve_settings(config, {"device": device, **stated}, swaps=True)
         if task is ServedTask.EMBED:
             with importing():
@@ -171,9 +176,12 @@ def replica(
         compute(str(socket), str(model), config, {"device": device, **stated}, end)
 
 
-def _stated(max_token_latency: str | None, speculate: str | None, draft_model: Path | None) -> dict[str, str]:
+def _stated(
+    max_token_latency: str | None, speculate: str | None, draft_model: Path | None, generation_config: str | None
+) -> dict[str, str]:
     """Return the keys that are options too."""
     options = {"max_token_latency": max_token_latency, "speculate": speculate, "draft_model": draft_model}
+    options["generation_config"] = generation_config
     return {key: str(value) for key, value in options.items() if value is not None}
 
 

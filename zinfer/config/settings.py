@@ -211,6 +211,13 @@ class Settings:
         "most tokens of a sequence, input and new ones together, checked before any compute",
         "max_tokens",
     )
+    generation_config: Literal["auto", "none"] = setting(
+        "zinfer.generation_config",
+        choice("auto", "none"),
+        "auto: the model's generation_config.json gives the defaults of sampling parameters, and tokens that are "
+        "suppressed or forced; none: only its end tokens are read",
+        default="auto",
+    )
     min_out_tokens: int = setting(
         "min_out_tokens", count(1), "tokens that must at least be possible", "min_tokens", default=1
     )

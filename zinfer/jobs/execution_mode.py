@@ -39,6 +39,7 @@ from zinfer.model.padding import RowSharing, find_row_sharing
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.planning.job_sizes import Sizes
+from zinfer.requests.generation_config import GenerationDefaults
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 from zinfer.units import duration
@@ -82,6 +83,7 @@ class ExecutionMode:
         num_shares: int = 1,
     ) -> None:
         check_task(model, request.task)
+        self._defaults = GenerationDefaults.of(model, settings.generation_config)
         self._request, self._settings = request, settings
         self._config, self._dtype, self._tokenizer, self._limits = model.config, model.dtype, tokenizer, limits
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
@@ -96,6 +98,8 @@ class ExecutionMode:
                 check_family(model)
             except ConfigError as error:
                 self._is_padded = True
+                if self._defaults.notice:
+                    meter.note(self._defaults.notice)
                 meter.note(f"padded batches through transformers' generate, which are slower: {error}")
         self._sharing = RowSharing() if self.is_batched else self._measure_sharing(model)
         if self._is_padded and self._plans_room:
@@ -149,6 +153,8 @@ class ExecutionMode:
             "min_out_tokens": settings.min_out_tokens,
             "batch_size": self.batch_size,
         }
+        if not self._encodes and (defaults := self._defaults.identity):
+            found["generation_config"] = json.dumps(defaults)
         if settings.quantization is not None:
             found["quantization"] = json.dumps(settings.quantization.as_document())
         if self._encodes:
@@ -261,7 +267,8 @@ class ExecutionMode:
         engine = InferenceEngine(request.model, settings, find_reserve=find_reserve)
         input_errors = InputErrors(engine.module, settings.quantization)
         if self._is_padded:
-            return PaddedCompleter(engine, self._tokenizer, self._limits.most_tokens, self._sharing, input_errors)
+            limit = self._limits.most_tokens
+            return PaddedCompleter(engine, self._tokenizer, limit, self._sharing, input_errors, self._defaults)
         pad_token_id = find_pad_token_id(padding_config(engine.module), self._tokenizer)
         encoder = Encoder(engine, request.task, request.pooling, pad_token_id, self._sharing)
         return EncodingCompleter(engine, encoder, self._tokens_per_pass, input_errors)

@@ -1,16 +1,15 @@
 """Complete prompts in padded batches with transformers' `generate`, for models without continuous batching.
 
-End tokens and the padding token are read from the model's generation config, else from the tokenizer. The config's
-sampling defaults (do_sample, temperature, top_k, top_p, repetition_penalty, no_repeat_ngram_size) are ignored: rows are
-greedy unless they set a temperature, so a file means the same for every model, and transformers' penalties would depend
-on the padding. forced_eos_token_id (BART) is ignored too: it would be forced where the longest row of a batch ends.
+End tokens and the padding token are read from the model's generation config, else from the tokenizer. What else it says
+of tokens applies as in continuous batches (`zinfer.requests.generation_config`): by each row's own length and without
+the padding, which transformers' processors would count.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -25,12 +24,26 @@ from zinfer.jobs.token_rows import padded
 from zinfer.model.context_length import is_encoder_decoder
 from zinfer.model.padding import RowSharing, reset_rotary
 from zinfer.requests.completion import Completion, choose_seed, not_finite
+from zinfer.requests.generation_config import NO_DEFAULTS, NO_RULES, GenerationDefaults, TokenRules
 from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.prompt_end import PromptEnd, find_prompt_end
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import StopCriteria, find_end_token_ids
 from zinfer.sampling.sampler import Row, Sampler, row_uniform
 from zinfer.units import duration
+
+_NO_PROCESSORS: Final[dict[str, Any]] = {
+    **{"temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
+    **{"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "min_length": 0},
+    **dict.fromkeys(
+        [
+            *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "min_new_tokens", "min_p", "max_time"),
+            *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "sequence_bias"),
+            *("guidance_scale", "watermarking_config", "stop_strings"),
+        ]
+    ),
+}
+"""Keywords that keep transformers from what the model's generation config says of tokens."""
 
 
 class PaddedCompleter(Completer):
@@ -41,6 +54,7 @@ class PaddedCompleter(Completer):
         max_tokens: limit for a prompt and its new tokens together; None: no limit.
         sharing: which rows may share a call of `generate`.
         input_errors: as for `Completer`.
+        defaults: of the model's generation config.
     """
 
     def __init__(
@@ -50,8 +64,10 @@ class PaddedCompleter(Completer):
         max_tokens: int | None,
         sharing: RowSharing,
         input_errors: InputErrors,
+        defaults: GenerationDefaults,
     ) -> None:
         super().__init__(engine.stats, engine.destroy, input_errors)
+        self._defaults = defaults
         self._engine = engine
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
@@ -84,7 +100,7 @@ class PaddedCompleter(Completer):
         for part in self._parts([each for each in prompts if id(each) not in problems]):
             if not any(id(each) in wanted for each in part):
                 continue
-            completions = complete(self._engine, part, self._tokenizer, self._count)
+            completions = complete(self._engine, part, self._tokenizer, self._count, self._defaults)
             num_passes = max(1, *(len(each.token_ids) for own in completions for each in own))
             with suppress(PlanError):  # the forecast reports it
                 self.predicted_s += self._engine.predict(**batch_shape(part) | {"new_tokens": num_passes}).seconds
@@ -120,6 +136,7 @@ class PaddedSequence:
     seed: int
     end_token_ids: frozenset[int]
     stop_criteria: StopCriteria
+    rules: TokenRules = NO_RULES
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: str | None = None
@@ -127,25 +144,32 @@ class PaddedSequence:
 
     @classmethod
     def of(
-        cls, prompt: Prompt, sample: int, end_token_ids: Collection[int], tokenizer: Any, prompt_end: PromptEnd
+        cls,
+        prompt: Prompt,
+        sample: int,
+        end_token_ids: Collection[int],
+        tokenizer: Any,
+        prompt_end: PromptEnd,
+        rules: TokenRules = NO_RULES,
     ) -> "PaddedSequence":
         """Return a new sequence without tokens."""
         params = prompt.params
         ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
         seed = choose_seed(params.seed, prompt.token_ids, sample)
-        return cls(prompt, sample, seed, ends, StopCriteria(tokenizer, params, ends, prompt_end))
+        return cls(prompt, sample, seed, ends, StopCriteria(tokenizer, params, ends, prompt_end), rules)
 
     def row(self) -> Row:
         """Return the sampler's input for the next token."""
         prompt, uniform_at = self.prompt, partial(row_uniform, self.seed)
-        return Row(prompt.params, prompt.token_ids, self.token_ids, self.end_token_ids, uniform_at, prompt.bad_word_ids)
+        given = prompt.params, prompt.token_ids, self.token_ids, self.end_token_ids, uniform_at, prompt.bad_word_ids
+        return Row(*given, rules=self.rules)
 
     def completion(self) -> Completion:
         """Return the finished completion."""
         if self.finish_reason is None:
             raise JobError(
                 f"generation ended row {self.prompt.row.id!r} after {len(self.token_ids)} tokens for a reason of its "
-                "own; remove limits such as max_time from the model's generation_config.json"
+                "own; look for limits in the model's generation_config.json"
             )
         token_ids = tuple(self.token_ids)
         if self.finish_reason == "error":
@@ -204,11 +228,16 @@ def batch_shape(prompts: Sequence[Prompt]) -> dict[str, int]:
 
 
 def complete(
-    engine: InferenceEngine, prompts: Sequence[Prompt], tokenizer: Any, on_step: Callable[[int], None]
+    engine: InferenceEngine,
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    on_step: Callable[[int], None],
+    defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> list[tuple[Completion, ...]]:
     """Return the completions of a batch, in the prompts' order; see `SequenceSampler` for `on_step`.
 
-    Sequences with non-finite logits are recomputed alone to find the layer at fault.
+    Sequences with non-finite logits are recomputed alone to find the layer at fault. ``defaults`` are those of the
+    model's generation config.
     """
     end_token_ids = find_end_token_ids(engine.module.generation_config, tokenizer)
     pad_token_id = find_generation_pad(engine.module, tokenizer)
@@ -218,8 +247,9 @@ def complete(
     def sequence(prompt: Prompt, sample: int) -> PaddedSequence:
         read = () if has_encoder else prompt.token_ids  # a decoder behind an encoder begins a text of its own
         prompt_end = find_prompt_end(tokenizer, read, skips_special=prompt.params.skip_special_tokens)
-        return PaddedSequence.of(prompt, sample, end_token_ids, tokenizer, prompt_end)
+        return PaddedSequence.of(prompt, sample, end_token_ids, tokenizer, prompt_end, defaults.rules)
 
+    prompts = [_filled(prompt, defaults) for prompt in prompts]
     sequences = [sequence(prompt, sample) for prompt in prompts for sample in range(prompt.params.n)]
     _generate(engine, sequences, pad_token_id, on_step)
     broken = [each for each in sequences if each.finish_reason == "error"]
@@ -251,13 +281,16 @@ def _generate(
         pad_token_id=pad_token_id,
         do_sample=False,
         num_beams=1,
-        temperature=1.0,
-        top_k=50,
-        top_p=1.0,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        forced_eos_token_id=None,
+        **_NO_PROCESSORS,
     )
+
+
+def _filled(prompt: Prompt, defaults: GenerationDefaults) -> Prompt:
+    """Return a prompt whose params have the defaults."""
+    params = defaults.fill(prompt.row.params)
+    if params is prompt.row.params:
+        return prompt
+    return replace(prompt, row=prompt.row.model_copy(update={"params": params}))
 
 
 def fitting_parts(prompts: Sequence[Prompt], max_tokens: int | None) -> list[tuple[Prompt, ...]]:

@@ -214,6 +214,8 @@ def find_model(
             raise ConfigError(f"checkpoint: the model is given as a folder ({folder}) already; remove one of the two")
         checkpoint = part or (model if isinstance(model, Checkpoint) else Checkpoint.open(model))
         tree = build_meta_model(checkpoint, settings.dtype)
+        if settings.generation_config == "none":
+            _keep_token_ids(tree)
         check_classes(tree, settings.block_classes)
         _keep_scale(tree)
         return tree, checkpoint
@@ -231,6 +233,13 @@ def find_model(
         return module, Checkpoint.listed(settings.checkpoint.paths, settings.checkpoint.label)
     needs_config = isinstance(model, PreTrainedModel)
     return module, Checkpoint.open(settings.checkpoint) if needs_config else Checkpoint.of_weights(settings.checkpoint)
+
+
+def _keep_token_ids(model: PreTrainedModel) -> None:
+    """Drop what a generation config says beside the ids of special tokens."""
+    if (own := getattr(model, "generation_config", None)) is not None:
+        names = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
+        model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in names})
 
 
 def _keep_scale(model: PreTrainedModel) -> None:

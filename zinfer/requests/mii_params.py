@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from zinfer.errors import ConfigError
 from zinfer.requests.field_errors import field_error
 from zinfer.requests.length_limits import LengthLimits
-from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.sampling_params import FIELDS, SamplingParams
 
 _MOST_LENGTH: Final = 1024
 _DEFAULT_TOP_P: Final = 0.9
@@ -59,7 +59,10 @@ class MIIParams(BaseModel):
         if self.do_sample:
             fields = {"temperature": 1.0 if self.temperature is None else self.temperature, "top_k": self.top_k or 0}
             fields["top_p"] = _DEFAULT_TOP_P if self.top_p is None else self.top_p
-        return SamplingParams(ignore_eos=self.ignore_eos, stop=tuple(self.stop), **fields)
+        stated = self.model_fields_set if self.do_sample else {*fields}
+        return SamplingParams(
+            ignore_eos=self.ignore_eos, stop=tuple(self.stop), **fields, stated=frozenset({*stated} & {*FIELDS})
+        )
 
     def within(self, params: SamplingParams, num_prompt: int, limits: LengthLimits) -> SamplingParams:
         """Return the parameters with the number of new tokens that a prompt of ``num_prompt`` tokens may get.

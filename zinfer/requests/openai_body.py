@@ -126,7 +126,10 @@ class Body(BaseModel):
             sampled["structured_outputs"] = structure
         defaults = {"max_new_tokens": max_new_tokens, "temperature": 1.0}
         fields = list(type(self).model_fields)
-        return SamplingParams.from_mapping(sampled, defaults=defaults, beside=fields, names=_NAMES)
+        params = SamplingParams.from_mapping(sampled, defaults=defaults, beside=fields, names=_NAMES)
+        if sampled.get("temperature") is not None:
+            return params
+        return replace(params, stated=params.stated - {"temperature"})  # the model's generation config comes first
 
 
 class ChatBody(Body):

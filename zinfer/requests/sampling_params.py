@@ -69,6 +69,7 @@ class SamplingParams:
     n: number of outputs. logprobs: number of alternatives returned for each token; 0: only the chosen token's
     log-probability; None: nothing. prompt_logprobs: the same for the prompt's tokens from position
     prompt_logprobs_start on, at the earliest the second one (1).
+    stated: the fields that were given, which the model's generation config does not replace; not given by callers.
     seed: seed of this request's random stream; a negative one is the same as that plus 2**64. None: a random one, which
     the completion states; a job derives it from the row's id, so that a resumed job writes the same rows.
     """
@@ -111,6 +112,7 @@ class SamplingParams:
     seed: Annotated[
         int | None, Field(ge=LEAST_SEED, le=MAX_SEED, description="a whole number from -2**63 to 2**64 - 1")
     ] = None
+    stated: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     @model_validator(mode="after")
     def _check_together(self) -> "SamplingParams":
@@ -199,12 +201,14 @@ class SamplingParams:
 
 
 def _init(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``__init__`` to accept vLLM's names, and to raise ConfigError instead of pydantic's error."""
+    """Wrap ``__init__`` to accept vLLM's names, to note what is stated, and to raise ConfigError."""
 
     @wraps(init)
     def __init__(self: SamplingParams, *args: Any, **kwargs: Any) -> None:
         try:
-            init(self, *args, **_by_field(kwargs, OTHER_SPELLINGS))
+            given = _by_field(kwargs, OTHER_SPELLINGS)
+            given.setdefault("stated", frozenset((*given, *_ORDER[: len(args)])))
+            init(self, *args, **given)
         except ValidationError as error:
             raise ConfigError(field_error(error, SamplingParams)) from None
 
@@ -229,7 +233,8 @@ SamplingParams.__init__ = _init(SamplingParams.__init__)  # type: ignore[method-
 for _other, _own in OTHER_SPELLINGS.items():
     setattr(SamplingParams, _other, property(attrgetter(_own)))
 
-FIELDS: Final = tuple(each.name for each in fields(SamplingParams))
+_ORDER: Final = tuple(each.name for each in fields(SamplingParams))
+FIELDS: Final = tuple(name for name in _ORDER if name != "stated")
 _NAMES: Final = {**{name: name for name in FIELDS}, **OTHER_SPELLINGS}
 
 

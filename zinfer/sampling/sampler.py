@@ -8,11 +8,13 @@ tokens and stop strings.
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import torch
 
 from zinfer.requests.bad_words import last_ids
+from zinfer.requests.generation_config import NO_RULES, TokenRules
 from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.async_copy import DeviceToHostCopy, send
@@ -41,6 +43,7 @@ class Row:
     uniform_at: returns the number in [0, 1) for the draw after so many tokens; not called for greedy rows.
     bad_word_ids: tokens of each of its bad words.
     matcher: follows its output through a grammar, up to its last token; None if it has none.
+    rules: of the model, for its tokens.
     """
 
     params: SamplingParams
@@ -50,6 +53,19 @@ class Row:
     uniform_at: Callable[[int], float]
     bad_word_ids: Sequence[tuple[int, ...]] = ()
     matcher: StructureMatcher | None = None
+    rules: TokenRules = NO_RULES
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether decoding is greedy on unchanged logits, without logprobs, at every step."""
+        return self.params.is_plain and not self.rules
+
+    @property
+    def forced_id(self) -> int | None:
+        """The only token that it may get next; None: no rule says. Grammars come before rules."""
+        if not self.rules or self.matcher is not None:
+            return None
+        return self.rules.forced(len(self.output_ids), self.params.most_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -130,7 +146,7 @@ class Sampler:
         """
         logits_RV = self._checked(logits)
         assert logits.shape[0] == len(rows)
-        if all(map(_is_plain, [row for row in rows if not row.params.is_plain])):
+        if all(map(_is_plain, [row for row in rows if not row.is_plain])):
             peak_R, best_R = logits_RV.max(dim=1)
             return Drawn(torch.where(peak_R.isfinite(), best_R, BROKEN), scores=scores)
         chosen: list[torch.Tensor] = []
@@ -194,9 +210,13 @@ def _adjusted(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Return a float32 copy with biases, forbidden tokens, grammars and penalties applied."""
     logits_RV = raw_RV.to(torch.float32, copy=True)
     add_biases(logits_RV, {i: row.params.logit_bias for i, row in enumerate(rows) if row.params.logit_bias})
+    forced: dict[int, Collection[int]] = {
+        i: (token_id,) for i, row in enumerate(rows) if (token_id := row.forced_id) is not None
+    }
     allowed = ((i, row.params.allowed_token_ids) for i, row in enumerate(rows))
-    keep_only(logits_RV, {i: token_ids for i, token_ids in allowed if token_ids is not None})
-    forbid(logits_RV, {i: _forbidden(row) for i, row in enumerate(rows) if row.bad_word_ids or _is_too_short(row)})
+    keep_only(logits_RV, {**{i: token_ids for i, token_ids in allowed if token_ids is not None}, **forced})
+    limited = {i: row for i, row in enumerate(rows) if row.bad_word_ids or row.rules or _is_too_short(row)}
+    forbid(logits_RV, {i: _forbidden(row) for i, row in limited.items() if i not in forced})
     if matched := {i: row.matcher for i, row in enumerate(rows) if row.matcher is not None}:
         keep_masked(logits_RV, list(matched), token_masks(list(matched.values()), is_pinned=logits_RV.is_cuda))
     penalized = [(i, row) for i, row in enumerate(rows) if row.params.has_penalty]
@@ -207,7 +227,8 @@ def _adjusted(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 def _forbidden(row: Row) -> set[int]:
     """Return the tokens that would complete a bad word, and end tokens while the row is below its minimum length."""
     ends = (*row.end_token_ids, *row.params.stop_token_ids) if _is_too_short(row) else ()
-    return {*ends, *last_ids(row.bad_word_ids, row.output_ids)}
+    ruled = row.rules.forbidden(row.prompt_ids, row.output_ids) if row.rules else ()
+    return {*ends, *ruled, *last_ids(row.bad_word_ids, row.output_ids)}
 
 
 def _is_plain(row: Row) -> bool:
@@ -215,7 +236,7 @@ def _is_plain(row: Row) -> bool:
 
 
 def _is_adjusted(row: Row) -> bool:
-    return row.params.changes_logits or _is_too_short(row)
+    return row.params.changes_logits or bool(row.rules) or _is_too_short(row)
 
 
 def _is_too_short(row: Row) -> bool:
