@@ -18,12 +18,17 @@ from zinfer.serve.prompts import Prompts
 
 LONG_S = 0.5
 HI = [{"role": "user", "content": "hi"}]
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    "{% for tool in tools or [] %}<tool_call>{{ tool['function']['name'] }}{% endfor %}"
+)
+MANY = 100_000
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    model = letters_model(tmp_path_factory.mktemp("models") / "letters")
-    with serving(model, tmp_path_factory.mktemp("server")) as server:
+    model = letters_model(tmp_path_factory.mktemp("models") / "letters", chat_template=TEMPLATE)
+    with serving(model, tmp_path_factory.mktemp("server"), "--files", "kept") as server:
         yield server
 
 
@@ -99,6 +104,13 @@ TOO_LONG: list[tuple[str, dict[str, Any], str, str]] = [
         "logit_bias",
     ),
     ("/generate", {"prompt": "a", "stop": ["a"] * 257}, "stop takes 256 texts", "stop"),
+    ("/v1/chat/completions", {"messages": HI, "tools": [{}] * 1025}, "tools takes 1,024 functions at most", "tools"),
+    (
+        "/score",
+        {"prompt": "a" * (1 << 14), "completions": ["a"] * 1025},
+        "the prompt is computed with each of the 1,025 completions; all of them together take 16,777,216 characters",
+        "completions",
+    ),
     ("/score", {"prompt": "a", "completions": ["a"] * 2049}, "completions of one call are at most 2048", "completions"),
     ("/tokenize", {"prompt": "a" * ((1 << 20) + 1)}, "prompt takes 1,048,576 characters at most", "prompt"),
     ("/detokenize", {"tokens": [5] * ((1 << 20) + 1)}, "tokens takes 1,048,576 tokens at most", "tokens"),
@@ -113,3 +125,96 @@ def test_what_is_too_long_is_refused(server: Server, url: str, body: dict[str, A
     error = answer.json()["error"]
     assert error["message"].startswith(words)
     assert error["param"] == field
+
+
+def tool(number: int) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": f"f{number}"}}
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TEXT = {"type": "text", "text": "a"}
+SCHEMA = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(MANY)}}
+CHATS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": HI * MANY},
+    "parts": {"messages": [{"role": "user", "content": [TEXT] * MANY}]},
+    "tool calls": {"messages": [*HI, {"role": "assistant", "tool_calls": [CALL] * MANY}]},
+    "tools": {"messages": HI, "tools": [tool(number) for number in range(MANY)]},
+    "allowed tools": {"messages": HI, "tools": [tool(number) for number in range(1024)], "tool_choice": "required"},
+    "functions": {"messages": HI, "functions": [{"name": "f"}] * MANY},
+    "schema": {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    "modalities": {"messages": HI, "modalities": ["text"] * MANY},
+    "metadata": {"messages": HI, "metadata": {str(number): "a" for number in range(MANY)}},
+    "variables": {"messages": HI, "chat_template_kwargs": {f"v{number}": 1 for number in range(MANY)}},
+    "unknown fields": {"messages": HI, **{f"field {number}": 1 for number in range(MANY)}},
+}
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": ["a"] * MANY},
+    "token ids": {"prompt": [40] * MANY},
+    "lists of token ids": {"prompt": [[40]] * MANY},
+    "lists of nothing": {"prompt": [[]] * MANY},
+    "stop": {"prompt": "a", "stop": ["a"] * MANY},
+    "stop tokens": {"prompt": "a", "stop_token_ids": [40] * MANY},
+    "biases": {"prompt": "a", "logit_bias": {str(number): 1 for number in range(MANY)}},
+    "allowed": {"prompt": "a", "allowed_token_ids": [40] * MANY},
+    "bad words": {"prompt": "a", "bad_words": ["a"] * MANY},
+    "choices": {"prompt": "a", "structured_outputs": {"choice": [f"a{number}" for number in range(MANY)]}},
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "scored texts": ("/score", {"prompt": "a", "completions": ["b"] * MANY}),
+    "scored tokens": ("/score", {"prompt": [40] * MANY, "completions": ["b"]}),
+    "scored messages": ("/score", {"messages": HI * MANY, "completions": ["b"]}),
+    "2,000 scores": ("/score", {"prompt": "a" * 100, "completions": ["b"] * 2000}),
+    "counted messages": ("/tokenize", {"messages": HI * MANY}),
+    "counted tokens": ("/detokenize", {"tokens": [40] * MANY}),
+    "embedded texts": ("/v1/embeddings", {"input": ["a"] * MANY}),
+    "embedded tokens": ("/v1/embeddings", {"input": [[40]] * MANY}),
+    "mii": ("/mii/letters", {"prompts": ["a"] * MANY}),
+    "mii's stop": ("/mii/letters", {"prompts": ["a"], "stop": ["a"] * MANY}),
+    "a batch's metadata": (
+        "/v1/batches",
+        {
+            "input_file_id": "file-1",
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+            "metadata": {str(number): "a" for number in range(MANY)},
+        },
+    ),
+}
+LISTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("/v1/chat/completions", {"max_tokens": 1, **body}) for name, body in CHATS.items()},
+    **{name: ("/v1/completions", {"max_tokens": 1, **body}) for name, body in COMPLETIONS.items()},
+    **OTHERS,
+}
+NOT_SLOW = ("tools", "tool calls", "unknown fields")
+LONGEST_S = 5.0
+"""For a machine that does many other things; here it is a fraction of a second."""
+
+
+def longest_ping(server: Server, asking: threading.Thread) -> float:
+    """The longest time that /health took while somebody asked."""
+    found_s = [0.0]
+    asking.start()
+    with server.http() as http:
+        while asking.is_alive():
+            began_s = time.monotonic()
+            assert http.get("/health").status_code == 200
+            found_s.append(time.monotonic() - began_s)
+            asking.join(0.1)
+    return max(found_s)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in NOT_SLOW else pytest.param(name, marks=pytest.mark.slow) for name in LISTS]
+)
+def test_health_answers_while_a_long_list_is_read(server: Server, name: str) -> None:
+    url, body = LISTS[name]
+    statuses: list[int] = []
+
+    def ask() -> None:
+        with server.http() as http:
+            statuses.append(http.post(url, json=body).status_code)
+
+    longest_s = longest_ping(server, threading.Thread(target=ask))
+    print(f"{name}: {statuses}, {longest_s:.3f} s")
+    assert statuses[0] in (200, 400)
+    assert longest_s < LONGEST_S

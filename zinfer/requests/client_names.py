@@ -13,7 +13,7 @@ from typing import Final
 from pydantic import BaseModel, ValidationError
 
 from zinfer.errors import ConfigError
-from zinfer.requests.field_errors import field_error
+from zinfer.requests.field_errors import cut, field_error
 
 _QUOTED: Final = r"""(?<!\w)(?:'[^']*'|"[^"]*")"""
 """A value of the client's, in which nothing is renamed."""
@@ -29,7 +29,7 @@ class FieldError(ConfigError):
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
-        self.field = field
+        self.field = None if field is None else cut(field)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """Convert pydantic's errors to messages of this project."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from pydantic import ValidationError
 
-_MOST_SHOWN: Final = 60
+_MAX_SHOWN: Final = 60
+_MAX_NAME: Final = 100
+_MAX_LISTED: Final = 20
 _LEAST_LIKENESS: Final = 0.85
 """Of a misspelling, such as `temperture`; `add_special_tokens` is like `skip_special_tokens` by 0.81, and means another
 thing."""
@@ -28,14 +31,14 @@ def field_error(error: ValidationError, model: Any) -> str:
     """
     problem, fields = error.errors(include_url=False)[0], model.__pydantic_fields__
     kind, place, message, given = problem["type"], problem["loc"], problem["msg"], problem["input"]
-    path = ".".join(map(str, place))
+    path = cut(".".join(map(str, place)))
     if kind == "value_error":
         reason = str(problem["ctx"]["error"])
         return f"{path}: {reason}" if path else reason
     if kind == "missing":
         return f"{path} is missing"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return unknown_field(path, list(fields)) if len(place) == 1 else f"unknown field {path!r}"
+        return unknown_field(path, list(fields)) if len(place) == 1 else f"unknown field {name_of(path)}"
     if not place or place[0] not in fields:  # for example invalid JSON
         return message
     if (allowed := fields[place[0]].description) is not None:
@@ -46,19 +49,57 @@ def field_error(error: ValidationError, model: Any) -> str:
 def unknown_field(name: str, known: Sequence[str]) -> str:
     """Return the message for an unknown field, with the name that it must be a misspelling of, else all known ones."""
     known = list(dict.fromkeys(known))
-    near = difflib.get_close_matches(name, known, n=1, cutoff=_LEAST_LIKENESS)
+    near = difflib.get_close_matches(name[:_MAX_NAME], known, n=1, cutoff=_LEAST_LIKENESS)
     if _ELSEWHERE.get(name) in known:
         near = [_ELSEWHERE[name]]
     hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
     if name in _GUIDED and "structured_outputs" in known:
         hint = f"give structured_outputs an object with {_GUIDED[name]!r} instead"
-    return f"unknown field {name!r}; {hint}"
+    return f"unknown field {name_of(name)}; {hint}"
 
 
 def short(value: object) -> str:
-    """Format a value for a message, truncated if long."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+    """Format a value for a message, cut if long; the rest of a long value is not looked at."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > _MAX_SHOWN:
+            return f"{text[: _MAX_SHOWN - 3]}..."
+    return text
+
+
+def cut(name: str) -> str:
+    """Return a name that a client gave, cut if long."""
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}..."
+
+
+def name_of(name: str) -> str:
+    """Format a name that a client gave for a message, cut if long."""
+    return repr(cut(name))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Format names that a client gave for a message; the first of many."""
+    more = [f"and {len(names) - _MAX_LISTED:,} more"] if len(names) > _MAX_LISTED else []
+    return ", ".join([*map(cut, names[:_MAX_LISTED]), *more])
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """Yield the parts of a value's `repr`: of a text only its beginning, and no more items than can be shown."""
+    if isinstance(value, str):
+        yield repr(value[: _MAX_SHOWN + 1])
+    elif isinstance(value, dict | list):
+        begin, end = ("{", "}") if isinstance(value, dict) else ("[", "]")
+        yield begin
+        for number, each in enumerate(islice(value, _MAX_SHOWN)):
+            yield ", " if number else ""
+            yield from _pieces(each)
+            if isinstance(value, dict):
+                yield ": "
+                yield from _pieces(value[each])
+        yield end
+    else:
+        yield repr(value)
 
 
 def _inside(place: Sequence[int | str]) -> str:

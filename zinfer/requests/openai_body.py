@@ -6,7 +6,7 @@ Null means not given. The default temperature is 1 as at OpenAI.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_validator, model_validator
@@ -162,7 +162,7 @@ class ChatBody(Body):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
+    @cached_property
     def tool_use(self) -> ToolUse | None:
         """The tools; None if there are none that may be used. Raises ConfigError as `read_tools`."""
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)

@@ -1,6 +1,7 @@
 """Tools of OpenAI's chats: the functions that a model may call, and whether it has to."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zinfer.errors import ConfigError
-from zinfer.requests.field_errors import field_error, short
+from zinfer.requests.field_errors import cut, field_error, listed, short
 from zinfer.requests.structured_outputs import StructuredOutputsParams, json_form
 
 _CHOICES: Final = '\'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
@@ -96,8 +97,8 @@ def read_tools(tools: object, tool_choice: object, parallel_tool_calls: bool | N
     if not isinstance(tools, list):
         raise ConfigError(f"tools must be a list of functions, not {short(tools)}")
     names = [_read(_Tool, f"tools: tool {number}", each).function.name for number, each in enumerate(tools, start=1)]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"tools: two functions have the name {min(twice)!r}; give each its own")
+    if twice := [name for name, num in Counter(names).items() if num > 1]:
+        raise ConfigError(f"tools: two functions have the name {short(twice[0])}; give each its own")
     if tool_choice == "none":
         return None
     is_parallel = parallel_tool_calls is not False
@@ -105,7 +106,7 @@ def read_tools(tools: object, tool_choice: object, parallel_tool_calls: bool | N
         return ToolUse(tools, "required" if tool_choice == "required" else "auto", None, is_parallel)
     name = _read(_NamedChoice, "tool_choice", tool_choice).function.name
     if name not in names:
-        raise ConfigError(f"tool_choice: there is no function {name!r} among the tools: {', '.join(names)}")
+        raise ConfigError(f"tool_choice: there is no function {short(name)} among the tools: {listed(names)}")
     return ToolUse(tools, "named", name, is_parallel)
 
 
@@ -133,7 +134,7 @@ def _with_objects(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
                 arguments = json.loads(arguments or "{}")
         if not isinstance(arguments, Mapping):
             raise ConfigError(
-                f"messages: message {number}: the arguments of {function['name']} must be a JSON object, not "
+                f"messages: message {number}: the arguments of {cut(function['name'])} must be a JSON object, not "
                 f"{short(function.get('arguments'))}"
             )
         found.append({**call, "function": {**function, "arguments": arguments}})
@@ -164,7 +165,7 @@ def _call(tool: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any
     arguments = dict(_schema(tool))
     for name, definition in arguments.pop("$defs", {}).items():
         if definitions.setdefault(name, definition) != definition:
-            raise ConfigError(f"tools: two functions define {name!r} in $defs in different ways; rename one")
+            raise ConfigError(f"tools: two functions define {short(name)} in $defs in different ways; rename one")
     return {
         "type": "object",
         "properties": {"name": {"const": _name(tool)}, "arguments": arguments},

@@ -2,39 +2,52 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from zinfer.errors import ConfigError
 from zinfer.requests.client_names import invalid_body
-from zinfer.requests.json_object import check_unicode, read_object
+from zinfer.requests.json_object import read_text_object
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _T = TypeVar("_T")
-_MOST_AT_ONCE: Final = 128 << 10
+_MAX_AT_ONCE: Final = 16 << 10
+_MAX_FIELDS: Final = 1024
+_LARGE: Final = ThreadPoolExecutor(2, "zinfer-body")
+"""Few threads: each of them that computes in Python delays the event loop by some milliseconds."""
 
 
-async def read_record(request: Request) -> dict[str, Any]:
-    """Return the JSON object of a body. Raises ConfigError if it is none."""
-    return await _read(request, _record)
+async def read_record(request: Request, then: Callable[[dict[str, Any]], _T]) -> _T:
+    """Return what `then` makes of the JSON object of a body. Raises ConfigError if it is none, and what it raises."""
+    return await beside_loop(len(body := await request.body()), lambda: then(_record(body)))
 
 
 async def read_model(request: Request, kind: type[_Model]) -> _Model:
     """Return a body, validated. Raises FieldError, or ConfigError if it is no JSON object."""
-    return await _read(request, partial(_validated, kind))
+    return await read_call(request, kind, lambda body: body)
 
 
-async def _read(request: Request, parse: Callable[[bytes], _T]) -> _T:
-    """Parse a body; a large one on a thread, because 16 MiB can take seconds, and others' tokens must not wait."""
-    body = await request.body()
-    return parse(body) if len(body) <= _MOST_AT_ONCE else await asyncio.to_thread(parse, body)
+async def read_call(request: Request, kind: type[_Model], then: Callable[[_Model], _T]) -> _T:
+    """Return what `then` makes of a validated body: all work that grows with the body, but for that on its prompts.
+
+    Raises:
+        FieldError, ConfigError: as `read_model`; and what `then` raises.
+    """
+    return await beside_loop(len(body := await request.body()), lambda: then(_validated(kind, body)))
+
+
+async def beside_loop(num_bytes: int, work: Callable[[], _T]) -> _T:
+    """Return the result of work on so many bytes; of many, on a thread, because others' tokens must not wait."""
+    return work() if num_bytes <= _MAX_AT_ONCE else await asyncio.get_running_loop().run_in_executor(_LARGE, work)
 
 
 def _record(body: bytes) -> dict[str, Any]:
-    record = read_object(body, "the body")
-    check_unicode(record)
+    record = read_text_object(body, "the body")
+    if len(record) > _MAX_FIELDS:
+        raise ConfigError(f"the body has {len(record):,} fields; {_MAX_FIELDS:,} at most are supported")
     return record
 
 

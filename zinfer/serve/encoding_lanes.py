@@ -47,12 +47,18 @@ class EncodingLanes:
             lane.encoder.close()
 
 
-def size_of(value: Any) -> int:
-    """Return the characters of all texts in a JSON value; a list of token ids counts as many as it has."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(size_of, value.values()))
-    if not isinstance(value, list | tuple):
-        return 1
-    return len(value) if value and type(value[0]) is int else sum(map(size_of, value))
+def size_of(value: Any, most: int = SHORT) -> int:
+    """Return the characters of all texts in a JSON value, and one for each other item; beyond `most` not exactly."""
+    size, left = 0, [value]
+    while left and size <= most:
+        each = left.pop()
+        if isinstance(each, str):
+            size += len(each)
+            continue
+        size += 1
+        if isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, list | tuple):
+            size += len(each) if each and type(each[0]) is int else 0
+            left += () if each and type(each[0]) is int else each
+    return size

@@ -10,6 +10,8 @@ _MOST_TEXTS: Final = {"stop": 256, "bad_words": 1024}
 _MOST_CHARACTERS: Final = 1 << 16
 """Of all texts of one field together."""
 _OF_TOKENS: Final = ("stop_token_ids", "allowed_token_ids", "logit_bias")
+_MOST_TOOLS: Final = 1024
+"""OpenAI takes 128. The prompt holds all of them."""
 
 
 def check_lists(record: Mapping[str, Any], vocab_size: int) -> None:
@@ -25,6 +27,8 @@ def check_lists(record: Mapping[str, Any], vocab_size: int) -> None:
             raise FieldError(f"{name} takes {most:,} texts at most, not {len(several):,}", name)
         if (num := sum(len(each) for each in several if isinstance(each, str))) > _MOST_CHARACTERS:
             raise FieldError(f"{name} takes {_MOST_CHARACTERS:,} characters at most, not {num:,}", name)
+    if isinstance(tools := record.get("tools"), list) and len(tools) > _MOST_TOOLS:
+        raise FieldError(f"tools takes {_MOST_TOOLS:,} functions at most, not {len(tools):,}", "tools")
     for name in _OF_TOKENS:
         ids = record.get(name)
         if isinstance(ids, list | tuple | Mapping) and len(ids) > vocab_size:

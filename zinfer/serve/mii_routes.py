@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
@@ -28,10 +29,7 @@ def mii_routes(service: Service) -> APIRouter:
     @router.post("/mii/{deployment}", openapi_extra=described(MIIParams, prompts=_TEXTS))
     async def generate(deployment: str, request: Request) -> Response:
         service.check_model(deployment)
-        body = await read_record(request)
-        prompts = _prompts(body.pop("prompts", None))
-        service.prompts.check_lists(body)
-        params = MIIParams.read(body)
+        prompts, params = await read_record(request, partial(_asked, service, "prompts"))
         several = await _encode(service, prompts, params)
         if not params.stream:
             return JSONResponse(await unless_disconnected(request, _whole(service, prompts, several, params)))
@@ -41,10 +39,7 @@ def mii_routes(service: Service) -> APIRouter:
 
     @router.post("/generate", openapi_extra=described(MIIParams, prompt={"type": "string"}))
     async def one(request: Request) -> Response:
-        body = await read_record(request)
-        prompts = _prompts(body.pop("prompt", None))
-        service.prompts.check_lists(body)
-        params = MIIParams.read(body)
+        prompts, params = await read_record(request, partial(_asked, service, "prompt"))
         if len(prompts) != 1:
             remedy = "POST /mii/NAME takes several"
             raise ApiError(400, f"prompt takes one text, not {len(prompts)}; {remedy}", param="prompt")
@@ -55,6 +50,13 @@ def mii_routes(service: Service) -> APIRouter:
         return JSONResponse({"generated_text": found["generated_text"]})
 
     return router
+
+
+def _asked(service: Service, field: str, body: dict[str, Any]) -> tuple[list[str], MIIParams]:
+    """Return the prompts of a body, which are in `field`, and its other fields."""
+    prompts = _prompts(body.pop(field, None))
+    service.prompts.check_lists(body)
+    return prompts, MIIParams.read(body)
 
 
 def _prompts(value: object) -> list[str]:

@@ -1,6 +1,9 @@
 """OpenAI's routes that complete prompts, and its list of models."""
 
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Generic, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -8,14 +11,17 @@ from fastapi.responses import JSONResponse, Response
 from zinfer.requests.openai_body import Body, ChatBody, CompletionBody
 from zinfer.requests.openai_choice import Echo
 from zinfer.requests.prompt_encoder import PromptLike, template_variables
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.tools import ToolUse
 from zinfer.serve.answers import Call
-from zinfer.serve.body import described, read_model
+from zinfer.serve.body import described, read_call
 from zinfer.serve.disconnect import event_stream, unless_disconnected
 from zinfer.serve.errors import ApiError
 from zinfer.serve.service import Service
 
 _DEFAULT_NEW: Final = 16
 """OpenAI's default of `max_tokens` for `/v1/completions`; a chat may go on as long as there is room."""
+_AnyBody = TypeVar("_AnyBody", bound=Body)
 
 
 def openai_routes(service: Service) -> APIRouter:
@@ -32,41 +38,68 @@ def openai_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=described(ChatBody))
     async def chat(request: Request) -> Response:
-        body = await read_model(request, ChatBody)
-        name = service.check_model(body.model)
-        with body.names.told():
-            service.prompts.check_lists(body.model_extra or {})
-            return await _answer(request, body, await _chat_call(service, body, name))
+        asked = await read_call(request, ChatBody, partial(_asked_chat, service))
+        with asked.body.names.told():
+            return await _answer(request, asked.body, await _chat_call(service, asked))
 
     @router.post("/v1/completions", openapi_extra=described(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = await read_model(request, CompletionBody)
-        name = service.check_model(body.model)
-        with body.names.told():
-            service.prompts.check_lists(body.model_extra or {})
-            return await _answer(request, body, await _completion_call(service, body, name))
+        asked = await read_call(request, CompletionBody, partial(_asked_completions, service))
+        with asked.body.names.told():
+            return await _answer(request, asked.body, await _completion_call(service, asked))
 
     return router
 
 
-async def _chat_call(service: Service, body: ChatBody, name: str) -> Call:
-    variables = template_variables(body.chat_template_kwargs, body.reasoning_effort)
-    params, use, open_parser = body.params(None), body.tool_use, None
-    tools = None if use is None else use.tools
-    (encoded,) = await service.prompts.encode([_messages(body)], params, variables, priority=body.priority, tools=tools)
+@dataclass(frozen=True)
+class _Asked(Generic[_AnyBody]):
+    """A body, the name of the model that answers it, and what was read in it."""
+
+    body: _AnyBody
+    model: str
+    prompts: Sequence[PromptLike]
+    params: SamplingParams
+    tool_use: ToolUse | None = None
+
+
+def _asked_chat(service: Service, body: ChatBody) -> _Asked[ChatBody]:
+    name = service.check_model(body.model)
+    with body.names.told():
+        service.prompts.check_lists({**(body.model_extra or {}), "tools": body.tools})
+        return _Asked(body, name, [_messages(body)], body.params(None), body.tool_use)
+
+
+def _asked_completions(service: Service, body: CompletionBody) -> _Asked[CompletionBody]:
+    name = service.check_model(body.model)
+    with body.names.told():
+        service.prompts.check_lists(body.model_extra or {})
+        return _Asked(body, name, body.prompts, body.params(None))
+
+
+async def _chat_call(service: Service, asked: _Asked[ChatBody]) -> Call:
+    body, use, open_parser = asked.body, asked.tool_use, None
+    (encoded,) = await service.prompts.encode(
+        asked.prompts,
+        asked.params,
+        template_variables(body.chat_template_kwargs, body.reasoning_effort),
+        priority=body.priority,
+        tools=None if use is None else use.tools,
+    )
     if use is not None:
         open_parser = await service.prompts.parser_of(use, encoded, keeps_special=body.keeps_special)
-    return Call(service, [encoded], [None], name, body.names, True, _wants_usage(body), open_parser)
+    return Call(service, [encoded], [None], asked.model, body.names, True, _wants_usage(body), open_parser)
 
 
-async def _completion_call(service: Service, body: CompletionBody, name: str) -> Call:
-    params = body.params(None)
-    several = await service.prompts.encode(body.prompts, params, default_new=_DEFAULT_NEW, priority=body.priority)
+async def _completion_call(service: Service, asked: _Asked[CompletionBody]) -> Call:
+    body = asked.body
+    several = await service.prompts.encode(
+        asked.prompts, asked.params, default_new=_DEFAULT_NEW, priority=body.priority
+    )
     echoes: list[Echo | None] = [None] * len(several)
     if body.echo:
-        texts = await service.prompts.texts(body.prompts, several)
+        texts = await service.prompts.texts(asked.prompts, several)
         echoes = [Echo(text, each.prompt_ids) for text, each in zip(texts, several, strict=True)]
-    return Call(service, several, echoes, name, body.names, False, _wants_usage(body))
+    return Call(service, several, echoes, asked.model, body.names, False, _wants_usage(body))
 
 
 async def _answer(request: Request, body: Body, call: Call) -> Response:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zinfer import __version__
 from zinfer.requests.prompt_encoder import PromptLike
-from zinfer.serve.body import described, read_model
+from zinfer.serve.body import described, read_call, read_model
 from zinfer.serve.encoding_lanes import size_of
 from zinfer.serve.errors import ApiError
 from zinfer.serve.replicas import describe
@@ -40,11 +40,11 @@ def operation_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
-    def health() -> dict[str, str]:
+    async def health() -> dict[str, str]:
         return {"status": "ok"}
 
     @router.get("/ready")
-    def ready() -> JSONResponse:
+    async def ready() -> JSONResponse:
         return JSONResponse({"is_ready": service.is_ready}, 200 if service.is_ready else 503)
 
     @router.get("/version")
@@ -61,13 +61,8 @@ def operation_routes(service: Service) -> APIRouter:
 
     @router.post("/tokenize", openapi_extra=described(_Tokenize))
     async def tokenize(request: Request) -> JSONResponse:
-        body = await read_model(request, _Tokenize)
+        body, prompt = await read_call(request, _Tokenize, _with_prompt)
         service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give one of 'prompt' and 'messages', and only one")
-        prompt: PromptLike | None = body.prompt if body.prompt is not None else body.messages
-        assert prompt is not None
-        _check_length(size_of(prompt), "messages" if body.prompt is None else "prompt", "characters")
         if not body.add_special_tokens and body.prompt is not None:
             token_ids = await service.prompts.plain_ids(body.prompt)
         else:
@@ -89,7 +84,16 @@ def operation_routes(service: Service) -> APIRouter:
     return router
 
 
+def _with_prompt(body: _Tokenize) -> tuple[_Tokenize, PromptLike]:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give one of 'prompt' and 'messages', and only one")
+    prompt: PromptLike | None = body.prompt if body.prompt is not None else body.messages
+    assert prompt is not None
+    _check_length(size_of(prompt, _MOST_COUNTED), "messages" if body.prompt is None else "prompt", "characters")
+    return body, prompt
+
+
 def _check_length(length: int, field: str, what: str) -> None:
     if length > _MOST_COUNTED:
-        message = f"{field} takes {_MOST_COUNTED:,} {what} at most, not {length:,}; send them in parts"
+        message = f"{field} takes {_MOST_COUNTED:,} {what} at most; send them in parts"
         raise ApiError(400, message, param=field)

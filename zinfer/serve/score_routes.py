@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Annotated, Any, Final
 
@@ -14,13 +15,15 @@ from zinfer.requests.completion import Completion
 from zinfer.requests.openai_choice import usage
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.serve.body import described, read_model
+from zinfer.serve.body import beside_loop, described, read_call
 from zinfer.serve.disconnect import unless_disconnected
+from zinfer.serve.encoding_lanes import size_of
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
 
 _LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity
+_MAX_JOINED: Final = 1 << 24
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
@@ -39,10 +42,8 @@ def score_routes(service: Service) -> APIRouter:
 
     @router.post("/score", openapi_extra=described(_Score))
     async def score(request: Request) -> JSONResponse:
-        body = await read_model(request, _Score)
+        body = await read_call(request, _Score, partial(_checked, service))
         name = service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give one of 'prompt' and 'messages', and only one")
         num_prompt, several = await _encode(service, body)
         found = await unless_disconnected(request, _scored(service, several))
         data = [_result(index, *pair) for index, pair in enumerate(zip(several, found, strict=True))]
@@ -50,6 +51,18 @@ def score_routes(service: Service) -> APIRouter:
         return JSONResponse({"object": "list", "model": name, "data": data, "usage": usage(num_prompt + num_tokens, 0)})
 
     return router
+
+
+def _checked(service: Service, body: _Score) -> _Score:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give one of 'prompt' and 'messages', and only one")
+    number, most = len(body.completions), service.prompts.most
+    if number > most:
+        raise ApiError(400, f"completions of one call are at most {most}, not {number}", param="completions")
+    if number * size_of(body.messages if body.prompt is None else body.prompt, _MAX_JOINED) > _MAX_JOINED:
+        whole = f"the prompt is computed with each of the {number:,} completions; all of them together"
+        raise ApiError(400, f"{whole} take {_MAX_JOINED:,} characters at most; send them in parts", param="completions")
+    return body
 
 
 async def _encode(service: Service, body: _Score) -> tuple[int, list[Encoded]]:
@@ -61,12 +74,14 @@ async def _encode(service: Service, body: _Score) -> tuple[int, list[Encoded]]:
     prompt = body.messages if prompt is None else prompt
     assert prompt is not None
     plain = SamplingParams(max_new_tokens=0, prompt_logprobs=0)
-    if (number := len(body.completions)) > (most := service.prompts.most):
-        raise ApiError(400, f"completions of one call are at most {most}, not {number}", param="completions")
     (before,) = await service.prompts.encode([prompt], plain)
     behind = [await _joined(service, prompt, before.prompt_ids, each) for each in body.completions]
     several = await service.prompts.encode(behind, plain)
-    return len(before.prompt_ids), [_from_difference(before, *pair) for pair in enumerate(several, start=1)]
+    found = await beside_loop(
+        len(several) * len(before.prompt_ids),
+        lambda: [_from_difference(before, *pair) for pair in enumerate(several, start=1)],
+    )
+    return len(before.prompt_ids), found
 
 
 async def _joined(
