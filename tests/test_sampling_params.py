@@ -32,6 +32,7 @@ def test_the_default_is_greedy_and_changes_nothing() -> None:
         ("top_k", -1, 10**9, -2, 3.0),
         ("top_p", 1e-300, 1, 0.0, 1.0000001),
         ("min_p", 0, 1, -0.1, 1.1),
+        ("repetition_penalty", 1e-3, 1e3, 1e-38, 1001),
         ("repetition_penalty", 1e-3, 1e3, 0, 10**400),
         ("presence_penalty", -2, 2, -2.01, 2.01),
         ("frequency_penalty", -2, 2, -2.01, 2.01),

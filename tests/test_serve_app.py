@@ -122,3 +122,41 @@ def test_files_are_listed_in_the_order_that_is_asked_for(tmp_path: Path) -> None
 def test_no_page_loads_scripts_of_other_hosts(tmp_path: Path) -> None:
     app = app_in(tmp_path)
     assert [ask(app, "GET", path).status_code for path in ("/docs", "/redoc", "/openapi.json")] == [404, 404, 200]
+
+
+def test_no_request_forges_lines_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also one without a key."""
+    app = app_in(tmp_path, keys=["k1"])
+    with caplog.at_level("INFO", "zinfer.serve"):
+        assert ask(app, "GET", "/a%0a2026-01-01%20forged%1b[31m%e2%80%a8").status_code == 401
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert " /a\\n2026-01-01 forged\\x1b[31m\\u2028 401 " in line
+
+
+LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", f"/v1/models/{LONG}", None),
+        ("GET", f"/v1/files/{LONG}", None),
+        ("GET", f"/v1/files?{LONG}=1", None),
+        ("GET", f"/v1/files?limit={LONG}", None),
+        ("POST", "/v1/completions", {"prompt": "a", "model": LONG}),
+        ("POST", "/v1/completions", {"prompt": {LONG: LONG}}),
+        ("POST", "/v1/completions", {"prompt": [[LONG] * 100]}),
+        ("POST", "/v1/chat/completions", {"messages": LONG}),
+        ("POST", "/v1/embeddings", {"input": {LONG: 1}}),
+        ("POST", f"/mii/{LONG}", {"prompts": ["a"]}),
+        ("POST", "/tokenize", {"prompt": "a", "messages": LONG}),
+        ("POST", "/detokenize", {"tokens": LONG}),
+    ],
+)
+def test_what_a_client_gave_is_cut_in_messages(
+    tmp_path: Path, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    answer = ask(app_in(tmp_path), method, path, json=body)
+    assert 400 <= answer.status_code < 500
+    assert "a" * 110 not in answer.text
+    assert len(answer.content) < 1000

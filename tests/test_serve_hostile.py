@@ -280,6 +280,19 @@ def test_a_client_that_asks_first_sends_no_body_that_is_too_large(server: Server
     assert b"connection: close" in answer
 
 
+@pytest.mark.parametrize(
+    ("path", "lines"),
+    [
+        ("/health", ["x: " + "y" * 100_000]),
+        ("/health", [f"x{number}: {'y' * 90}" for number in range(1000)]),
+        ("/health?" + "y" * 100_000, []),
+    ],
+    ids=["long", "many", "path"],
+)
+def test_a_head_that_arrives_at_once_has_an_end(server: Server, path: str, lines: list[str]) -> None:
+    assert Hostile(head(path, 0, *lines, key=KEY, method="GET") + b"\r\n").send(server.url, timeout=60) == 431
+
+
 @pytest.mark.parametrize("end", [b"", b"\r\n0\r\n"], ids=["head", "trailers"])
 def test_heads_have_an_end(server: Server, end: bytes) -> None:
     first = head("/v1/completions", -1, "transfer-encoding: chunked", key=KEY) + end

@@ -50,21 +50,24 @@ class Terminal:
 
     def show(self, text: str, *, end: str = "") -> None:
         """Show a part of an answer. Control characters are left out: they could change the terminal."""
-        shown = "".join(each for each in text if each in "\n\t" or unicodedata.category(each) != "Cc")
-        self._out.print(Text(shown), end=end, soft_wrap=True)
+        self._out.print(Text(_without_controls(text)), end=end, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Tell the person something about the chat; nobody is told without a terminal."""
         if self.is_interactive:
-            self._out.print(Text(text, style="dim"))
+            self._out.print(Text(_without_controls(text), style="dim"))
 
     def complain(self, text: str) -> None:
-        """Tell that something went wrong."""
-        self._out.print(Text(text, style="red"))
+        """Tell that something went wrong, perhaps in a server's words."""
+        self._out.print(Text(_without_controls(text), style="red"))
 
     def waiting(self, text: str) -> AbstractContextManager[object]:
         """Show that something takes its time."""
         return self._notes.status(Text(text))
+
+
+def _without_controls(text: str) -> str:
+    return "".join(each for each in text if each in "\n\t" or unicodedata.category(each) != "Cc")
 
 
 def _session() -> Any:

@@ -69,19 +69,28 @@ def short(value: object) -> str:
 
 
 def cut(name: str) -> str:
-    """Return a name that a client gave, cut if long."""
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}..."
+    """Return a name that a client gave, cut if long, in printable characters."""
+    return printable(_cut(name))
+
+
+def printable(text: str) -> str:
+    """Return a text in which line ends, control characters and the like are escaped: it cannot forge lines of a log."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def name_of(name: str) -> str:
     """Format a name that a client gave for a message, cut if long."""
-    return repr(cut(name))
+    return repr(_cut(name))
 
 
 def listed(names: Sequence[str]) -> str:
     """Format names that a client gave for a message; the first of many."""
     more = [f"and {len(names) - _MAX_LISTED:,} more"] if len(names) > _MAX_LISTED else []
     return ", ".join([*map(cut, names[:_MAX_LISTED]), *more])
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}..."
 
 
 def _pieces(value: object) -> Iterator[str]:

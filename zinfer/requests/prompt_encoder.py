@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.requests.bad_words import find_bad_word_ids
 from zinfer.requests.chat_templates import ChatTemplates
+from zinfer.requests.field_errors import short
 from zinfer.requests.length_limits import NO_LIMITS, LengthLimits, Limit
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.text_beginning import check_beginning
@@ -194,7 +195,7 @@ class PromptEncoder:
         template = self.chat_template(tools)
         plain = [_with_plain_content(each, number) for number, each in enumerate(with_objects(messages), start=1)]
         if own := sorted(_OWN_VARIABLES.intersection(variables)):
-            raise ConfigError(f"chat_template_kwargs: {own[0]!r} is zinfer's own; leave it out")
+            raise ConfigError(f"chat_template_kwargs: {short(own[0])} is zinfer's own; leave it out")
         if self.now is not None:
             now = self.now.replace(tzinfo=None)  # like strftime_now: %Z and %z are empty
             template = _STRFTIME_NOW.sub(lambda call: json.dumps(now.strftime(call[2])), template)
@@ -212,7 +213,7 @@ class PromptEncoder:
         wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < self._vocab_size)
         last = self._vocab_size - 1
         if is_given:
-            raise ConfigError(f"token ids are whole numbers from 0 to {last}, not {wrong!r}")
+            raise ConfigError(f"token ids are whole numbers from 0 to {last}, not {short(wrong)}")
         raise ConfigError(
             f"the tokenizer returned token {wrong}, but the model's vocabulary ends at {last}; "
             "the tokenizer belongs to another model, or has an added token that the model lacks"
@@ -227,10 +228,10 @@ def template_variables(chat_template_kwargs: object, reasoning_effort: object) -
     """
     if not isinstance(chat_template_kwargs, Mapping | None):
         raise ConfigError(
-            f"chat_template_kwargs must be a mapping of names to values, not {chat_template_kwargs!r:.60}"
+            f"chat_template_kwargs must be a mapping of names to values, not {short(chat_template_kwargs)}"
         )
     if not isinstance(reasoning_effort, str | None):
-        raise ConfigError(f"reasoning_effort must be a string such as 'low', not {reasoning_effort!r:.60}")
+        raise ConfigError(f"reasoning_effort must be a string such as 'low', not {short(reasoning_effort)}")
     effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
     return {**effort, **(chat_template_kwargs or {})}
 
@@ -267,14 +268,14 @@ def _with_plain_content(message: Mapping[str, Any], number: int) -> Mapping[str,
             return message
         raise ConfigError(f"{where} is null or missing; give a text, or '' for an empty one")
     if not isinstance(parts, list | tuple) or not parts:
-        raise ConfigError(f"{where} must be a text or a list of text parts, not {parts!r:.60}")
+        raise ConfigError(f"{where} must be a text or a list of text parts, not {short(parts)}")
     for place, part in enumerate(parts, start=1):
         if not isinstance(part, Mapping) or set(part) != {"type", "text"} or part["type"] != "text":
             kind = part.get("type") if isinstance(part, Mapping) else part
             remedy = 'only {"type": "text", "text": "..."} is supported'
-            raise ConfigError(f"{where}: part {place} ({kind!r:.60}) is not a text part; {remedy}")
+            raise ConfigError(f"{where}: part {place} ({short(kind)}) is not a text part; {remedy}")
         if not isinstance(part["text"], str):
-            raise ConfigError(f"{where}: the text of part {place} must be a string, not {part['text']!r:.60}")
+            raise ConfigError(f"{where}: the text of part {place} must be a string, not {short(part['text'])}")
     return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 

@@ -27,6 +27,9 @@ LEAST_SEED: Final = -(2**63)
 MAX_SEED: Final = 2**64 - 1  # every draw hashes eight bytes of it
 MAX_N: Final = 1024  # each is a separate sequence
 _MOST_DIGITS: Final = 18  # of a token id: int() refuses strings of thousands
+MIN_PENALTY: Final = 1e-3
+MAX_PENALTY: Final = 1e3
+"""Of repetition: beyond these, logits may overflow in half precision."""
 MAX_BIAS: Final = 100.0  # the range of OpenAI's and vLLM's interfaces; it forbids or forces any token of a sane model
 
 
@@ -83,7 +86,7 @@ class SamplingParams:
     top_p: Annotated[float, Field(gt=0, le=1, description="a number above 0, up to 1 (1: off)")] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")] = 0.0
     repetition_penalty: Annotated[
-        float, Field(gt=0, allow_inf_nan=False, description="a finite number above 0 (1: off)")
+        float, Field(ge=MIN_PENALTY, le=MAX_PENALTY, description="a number from 0.001 to 1000 (1: off)")
     ] = 1.0
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0

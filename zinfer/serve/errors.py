@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from zinfer.errors import ConfigError
 from zinfer.requests.client_names import FieldError
-from zinfer.requests.field_errors import short
+from zinfer.requests.field_errors import cut, name_of, short
 
 _CLIENT_GONE: Final = 499  # in the log; nobody reads it
 _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -102,18 +102,16 @@ def handle_errors(app: FastAPI) -> None:
 def _of_parameter(error: RequestValidationError) -> ApiError:
     """Return what a client is told of the first wrong parameter in a path, a query or a form."""
     problem = error.errors()[0]
-    name = ".".join(map(str, problem["loc"][1:])) or "the body"
+    name = cut(".".join(map(str, problem["loc"][1:]))) or "the body"
     match problem["type"]:
         case "missing":
-            message = f"{name:.60} is missing"
+            message = f"{name} is missing"
         case "extra_forbidden":
-            message = f"unknown field {name!r:.60}"
+            message = f"unknown field {name_of(name)}"
         case "value_error":  # what pydantic has no word for: a file
-            message = f"{name:.60} must be an uploaded file, with a filename"
+            message = f"{name} must be an uploaded file, with a filename"
         case _:
-            message = (
-                f"{name:.60} must be {problem['msg'].removeprefix('Input should be ')}, not {short(problem['input'])}"
-            )
+            message = f"{name} must be {problem['msg'].removeprefix('Input should be ')}, not {short(problem['input'])}"
     return ApiError(400, message, param=name)
 
 

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from zinfer.requests.field_errors import printable
 from zinfer.serve.caller import CALLER, name_of
 from zinfer.serve.errors import ApiError
 from zinfer.serve.page_routes import is_page
@@ -61,7 +62,8 @@ class Guard:
             await self._answer(headers, scope, caller)(scope, receive, send_named)
         finally:
             CALLER.reset(token)
-            log.info("%s %s %s %d %.3f s", name, scope["method"], scope["path"], status, time.monotonic() - began_s)
+            took_s, path = time.monotonic() - began_s, printable(scope["path"])  # which is decoded
+            log.info("%s %s %s %d %.3f s", name, scope["method"], path, status, took_s)
 
     def _answer(self, headers: Headers, scope: Scope, caller: str | None) -> ASGIApp:
         """Return the application, or the answer to a request that does not reach it."""

@@ -64,11 +64,24 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_quiet_bytes += len(data)
         super().data_received(data)
         if self._num_quiet_bytes > _MOST_HEAD_BYTES:
-            self._refuse(431, f"the headers are more than {_MOST_HEAD_BYTES} bytes; send less")
+            self._refuse_head()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():  # after another refusal
+            super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_head_bytes = 0
         self._await_request()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count_head(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -93,6 +106,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_request(self) -> None:
         self._is_arriving, self._since_s, self._num_bytes = True, self.loop.time(), 0
+
+    def _count_head(self, num_bytes: int) -> None:
+        """Refuse a head that is too long also if it arrives at once. Raises ValueError, which ends the parser."""
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > _MOST_HEAD_BYTES:
+            self._refuse_head()
+            raise ValueError("the head is too long")
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the headers are more than {_MOST_HEAD_BYTES} bytes; send less")
 
     def _look(self) -> None:
         now_s = self.loop.time()
