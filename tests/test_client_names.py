@@ -55,6 +55,9 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"max_new_tokens": 3}, "unknown field 'max_new_tokens'; did you mean 'max_tokens'?", "max_new_tokens"),
     ({"stop": ["my max_new_tokens", 3]}, "stop must be", "stop"),
     ({"audio": {}}, "audio is not supported", "audio"),
+    ({f"hint {number}": 1 for number in range(65)}, "the body has 65 unknown fields", None),
+    ({"stop_sequences": ["a"]}, "unknown field 'stop_sequences'; did you mean 'stop'?", "stop_sequences"),
+    ({"echo": True}, "unknown field 'echo'; known fields: ", "echo"),
     ({"stream_options": {}}, "stream_options is not supported", "stream_options"),
     ({"logprobs": 1}, "logprobs must be a valid boolean", "logprobs"),
     ({"top_logprobs": 1}, "top_logprobs needs logprobs", "top_logprobs"),
@@ -97,3 +100,25 @@ def test_bodies_that_cannot_be_used(source: str, body: dict[str, Any], message: 
         read_request(line, None)
     assert str(caught.value).startswith(message)
     assert caught.value.field == field
+
+
+HINTS: dict[str, Any] = {
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"), "a"),
+    **{"safety_identifier": "a", "verbosity": "low", "prediction": {"type": "content"}, "modalities": ["text"]},
+    **dict.fromkeys(("audio", "suffix", "web_search_options", "n", "stop", "best_of", "unheard_of"), None),
+}
+
+
+@pytest.mark.parametrize("source", ["messages", "prompt"])
+def test_hints_change_nothing(source: str, caplog: pytest.LogCaptureFixture) -> None:
+    url, prompt = ("/v1/chat/completions", HI) if source == "messages" else ("/v1/completions", "ab")
+    line = {"custom_id": "a", "method": "POST", "url": url, "body": {source: prompt}}
+    hints = HINTS if source == "messages" else {name: HINTS[name] for name in HINTS if name != "n"}
+    found = read_request({**line, "body": {source: prompt, **hints}}, None)
+    assert found["params"] == read_request(line, None)["params"]
+    caplog.clear()
+    for _ in range(2):
+        read_request({**line, "body": {source: prompt, f"hint_for\n{source}": 1}}, None)
+    assert [each.getMessage() for each in caplog.records] == [
+        f"requests: the field hint_for\\n{source} is unknown and has no effect"
+    ]

@@ -17,17 +17,15 @@ __all__ = ["model", "output"]  # fixtures
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *((chat("", **{name: value}), f"{name} is not supported; leave it out") for name, value in {
         "functions": [], "audio": {},
-        "modalities": ["text"], "prediction": {}, "stream_options": {},
+        "stream_options": {}, "add_special_tokens": False, "truncate_prompt_tokens": 3, "return_token_ids": True,
     }.items()),
+    (chat("", modalities=["text", "audio"]), "modalities: only text can be generated"),
     (chat("", tools=[{"type": "function", "function": {"name": "f"}}]), "calls in a form that is not known here"),
     (chat("", tool_choice="required"), "tool_choice needs tools; give them, or leave it out"),
     (text("", tools=[]), "tools is not supported; leave it out"),
     (text("", suffix="x"), "suffix is not supported; leave it out"),
     (chat("", temperture=1), "unknown field 'temperture'; did you mean 'temperature'?"),
     (chat("", max_new_tokens=1), "unknown field 'max_new_tokens'; did you mean 'max_tokens'?"),
-    *((chat("", **{name: 1}), f"unknown field {name!r}; known fields: model, user, metadata") for name in (
-        "truncate_prompt_tokens", "add_special_tokens", "return_token_ids", "spaces_between_special_tokens",
-    )),
     *((chat("", **{f"guided_{kind}": "x"}), f"'guided_{kind}'; give structured_outputs an object with {kind!r} instead")
       for kind in ("json", "regex", "choice", "grammar")),
     (chat("", echo=False), "unknown field 'echo'; known fields: model, user, metadata"),

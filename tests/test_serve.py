@@ -435,6 +435,23 @@ def test_errors_name_what_the_client_sent(
             assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", field)
 
 
+def test_hints_of_clients_change_no_answer(server: Server) -> None:
+    part = {"type": "text", "text": "ab"}
+    with server.http() as http:
+        plain, hinted = (
+            http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [each]}], **more})
+            for each, more in (
+                (part, {"seed": 1}),
+                (
+                    part | {"cache_control": {"type": "ephemeral"}},
+                    {"seed": 1, "prompt_cache_key": "k", "unheard_of": 1},
+                ),
+            )
+        )
+    assert plain.status_code == hinted.status_code == 200
+    assert plain.json()["choices"] == hinted.json()["choices"]
+
+
 def test_tokens_are_counted_and_decoded(server: Server) -> None:
     with server.http() as http:
         counted = http.post("/tokenize", json={"prompt": "abc"}).json()

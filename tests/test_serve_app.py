@@ -160,3 +160,10 @@ def test_what_a_client_gave_is_cut_in_messages(
     assert 400 <= answer.status_code < 500
     assert "a" * 110 not in answer.text
     assert len(answer.content) < 1000
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/version", "/metrics", "/v1/models", "/v1/files", "/page/page.js"])
+def test_head_is_answered_as_get(tmp_path: Path, path: str) -> None:
+    app = app_in(tmp_path)
+    assert [ask(app, method, path).status_code for method in ("HEAD", "GET")] == [200, 200]
+    assert ask(app, "HEAD", "/v1/completions").status_code == 405

@@ -4,19 +4,24 @@ A message about one field begins with its name. So errors can be told in the cli
 as text, from the process that computes.
 """
 
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from zinfer.errors import ConfigError
-from zinfer.requests.field_errors import cut, field_error
+from zinfer.requests.field_errors import cut, field_error, misspelled_field
 
 _QUOTED: Final = r"""(?<!\w)(?:'[^']*'|"[^"]*")"""
 """A value of the client's, in which nothing is renamed."""
+_MAX_UNKNOWN: Final = 64
+_MAX_NOTED: Final = 1000
+_noted: Final[set[str]] = set()
+log = logging.getLogger("zinfer.requests")
 _ABOUT_PROMPT: Final = re.compile(r"(?:(?:the|a) prompts?|the tokenizer|token ids)\b")
 
 
@@ -72,7 +77,40 @@ class ClientNames:
         return self.prompt if _ABOUT_PROMPT.match(message) else None
 
 
+def without_unknown(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return the known fields of a body. What is like none of them is left out, with a line in the log unless null.
+
+    Raises:
+        FieldError: one must be a misspelling of a known one, or there are too many.
+    """
+    unknown = [name for name, value in given.items() if name not in known and value is not None]
+    if len(unknown) > _MAX_UNKNOWN:
+        raise FieldError(f"the body has {len(unknown):,} unknown fields; {_MAX_UNKNOWN} at most are left out")
+    for name in unknown:
+        if (message := misspelled_field(name, list(known))) is not None:
+            raise FieldError(message, name)
+    for name in unknown:
+        if (shown := cut(name)) not in _noted and len(_noted) < _MAX_NOTED:  # each once; clients choose the names
+            _noted.add(shown)
+            log.warning("requests: the field %s is unknown and has no effect", shown)
+    return {name: value for name, value in given.items() if name in known}
+
+
+class OpenBody(BaseModel):
+    """A body whose unknown fields are left out, as `without_unknown`."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_unknown(cls, given: object) -> object:
+        return without_unknown(given, cls.model_fields) if isinstance(given, Mapping) else given
+
+
 def invalid_body(error: ValidationError, kind: type[BaseModel]) -> FieldError:
     """Return the first error of a body."""
-    message, place = field_error(error, kind), error.errors(include_url=False)[0]["loc"]
+    first = error.errors(include_url=False)[0]
+    if isinstance(own := first.get("ctx", {}).get("error"), FieldError):
+        return own
+    message, place = field_error(error, kind), first["loc"]
     return FieldError(message, str(place[0])) if place else ClientNames(frozenset(kind.model_fields)).error(message)

@@ -15,8 +15,13 @@ _LEAST_LIKENESS: Final = 0.85
 thing."""
 _ELSEWHERE: Final[Mapping[str, str]] = {
     "max_new_tokens": "max_tokens",
+    "max_tokens": "max_new_tokens",
+    "max_output_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "top_logprobs": "logprobs",
+    "stop_sequences": "stop",
+    "temp": "temperature",
+    "repeat_penalty": "repetition_penalty",
 }
 """Names that other interfaces have for a field."""
 _GUIDED: Final = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
@@ -49,13 +54,18 @@ def field_error(error: ValidationError, model: Any) -> str:
 def unknown_field(name: str, known: Sequence[str]) -> str:
     """Return the message for an unknown field, with the name that it must be a misspelling of, else all known ones."""
     known = list(dict.fromkeys(known))
+    return misspelled_field(name, known) or f"unknown field {name_of(name)}; known fields: {', '.join(known)}"
+
+
+def misspelled_field(name: str, known: Sequence[str]) -> str | None:
+    """Return the message for an unknown field that must be a known one, misspelled or by another interface's name."""
+    if name in _GUIDED and "structured_outputs" in known:
+        hint = f"give structured_outputs an object with {_GUIDED[name]!r} instead"
+        return f"unknown field {name_of(name)}; {hint}"
     near = difflib.get_close_matches(name[:_MAX_NAME], known, n=1, cutoff=_LEAST_LIKENESS)
     if _ELSEWHERE.get(name) in known:
         near = [_ELSEWHERE[name]]
-    hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
-    if name in _GUIDED and "structured_outputs" in known:
-        hint = f"give structured_outputs an object with {_GUIDED[name]!r} instead"
-    return f"unknown field {name_of(name)}; {hint}"
+    return f"unknown field {name_of(name)}; did you mean {near[0]!r}?" if near else None
 
 
 def short(value: object) -> str:

@@ -61,7 +61,10 @@ def check_unicode(record: object) -> None:
 
 def _check_items(data: bytes, what: str) -> None:
     if _LONG_NUMBER.search(data) and (found := _LONG_NUMBER.search(_TEXT.sub(b"", data))):
-        raise ConfigError(f"{what} has a number of more than 100 digits, which begins with {found[0][:20].decode()}")
+        raise ConfigError(
+            f"not JSON that can be used: {what} has a number of more than 100 digits, which begins with "
+            f"{found[0][:20].decode()}"
+        )
     for marks, most, items in ((b"[{", _MAX_LISTS, "lists and objects"), (b",", _MAX_ITEMS, "items")):
         if _count(data, marks) > most and (num := _count(_TEXT.sub(b"", data), marks)) > most:
             raise ConfigError(f"{what} has {num:,} {items}; {most:,} at most are supported")

@@ -1,7 +1,8 @@
 """Bodies of OpenAI's `/v1/chat/completions` and `/v1/completions`, in a batch file and over HTTP.
 
-Fields that zinfer does not support are refused; those of `SamplingParams`, vLLM's extensions among them, are accepted.
-Null means not given. The default temperature is 1 as at OpenAI.
+Fields of other interfaces that would change the answer are refused; those of `SamplingParams`, vLLM's extensions among
+them, are accepted. Null means not given. Hints and unknown fields have no effect, unless one must be a misspelling. The
+default temperature is 1 as at OpenAI.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_validator, model_validator
 
 from zinfer.errors import ConfigError
-from zinfer.requests.client_names import ClientNames, invalid_body
+from zinfer.requests.client_names import ClientNames, invalid_body, without_unknown
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import FIELDS, SamplingParams
 from zinfer.requests.structured_outputs import structure_of_response_format
@@ -36,11 +37,12 @@ _NOT_SUPPORTED: Final = frozenset(
             "function_call",
             "suffix",
         ),  # chats may have tools
-        *("audio", "modalities", "prediction", "verbosity", "web_search_options"),
-        *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("audio", "web_search_options", "truncate_prompt_tokens", "add_special_tokens", "return_token_ids"),
+        *("spaces_between_special_tokens", "continue_final_message", "add_generation_prompt", "chat_template"),
+        *("documents", "use_beam_search", "length_penalty", "system", "input", "instructions"),
     }
 )
-"""OpenAI fields that are refused unless null."""
+"""Fields of OpenAI's, vLLM's and Anthropic's interfaces that change the answer: refused unless null."""
 _TOKEN_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT: Final = {"anyOf": [{"type": "string"}, _TOKEN_IDS]}
 PROMPTS: Final[dict[str, Any]] = {"anyOf": [*_PROMPT["anyOf"], {"type": "array", "items": _PROMPT, "minItems": 1}]}
@@ -61,8 +63,9 @@ class StreamOptions(BaseModel):
 class Body(BaseModel):
     """Fields of both urls, besides those that `SamplingParams` validates.
 
-    `user`, `metadata`, `store`, `service_tier` and `stream_options.include_obfuscation` have no effect. `priority` is
-    vLLM's: of the requests that wait at a server, those of a lower number start first.
+    What is Any and has no property has no effect, nor has `stream_options.include_obfuscation`: OpenAI's hints about
+    caches, billing, moderation and style. `priority` is vLLM's: of the requests that wait at a server, those of a lower
+    number start first.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -72,10 +75,25 @@ class Body(BaseModel):
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    safety_identifier: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+    moderation: Any = None
+    modalities: Any = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: Any = None
+
+    @field_validator("modalities")
+    @classmethod
+    def _check_modalities(cls, value: object) -> object:
+        if value in (None, ["text"]):
+            return value
+        raise ValueError("only text can be generated; give ['text'], or leave it out")
 
     @model_validator(mode="after")
     def _check_stream(self) -> "Body":
@@ -109,10 +127,13 @@ class Body(BaseModel):
         Raises:
             ConfigError: names the field that is unknown, not supported or invalid.
         """
-        sampled = dict(self.model_extra or {})
-        for name in _NOT_SUPPORTED.intersection(sampled):
-            if sampled.pop(name) is not None:
+        sampled = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        for name in sampled:
+            if name in _NOT_SUPPORTED:
                 raise ConfigError(f"{name} is not supported; leave it out")
+        fields = list(type(self).model_fields)
+        known = frozenset((*fields, *_NAMES)) | (_of_both() - _fields_of(type(self)))
+        sampled = without_unknown(sampled, known)
         sampled["logprobs"] = self.num_logprobs
         if sampled.get("prompt_logprobs") is None:
             sampled["prompt_logprobs"] = self.num_prompt_logprobs
@@ -125,7 +146,6 @@ class Body(BaseModel):
                 )
             sampled["structured_outputs"] = structure
         defaults = {"max_new_tokens": max_new_tokens, "temperature": 1.0}
-        fields = list(type(self).model_fields)
         params = SamplingParams.from_mapping(sampled, defaults=defaults, beside=fields, names=_NAMES)
         if sampled.get("temperature") is not None:
             return params
@@ -246,6 +266,11 @@ def read_body(kind: type[_AnyBody], fields: Mapping[str, Any]) -> _AnyBody:
 @cache  # rows of a batch share it
 def _fields_of(kind: type[Body]) -> frozenset[str]:
     return frozenset((*kind.model_fields, *_NAMES, *_NOT_SUPPORTED))
+
+
+@cache
+def _of_both() -> frozenset[str]:
+    return _fields_of(ChatBody) | _fields_of(CompletionBody)
 
 
 def _is_prompt(value: object) -> bool:

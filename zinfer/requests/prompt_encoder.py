@@ -38,6 +38,9 @@ _OWN_VARIABLES: Final = frozenset(
 
 _STRFTIME_NOW: Final = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
+_TEXT_PART: Final = frozenset({"type", "text"})
+_HINTS: Final = frozenset({"cache_control", "prompt_cache_breakpoint"})
+"""Of a text part, for servers that keep prompts by request; here all of them are kept."""
 _SAYS_NOTHING: Final = ("role", "name", "tool_call_id")
 """Fields of a message beside which it needs content."""
 
@@ -270,7 +273,11 @@ def _with_plain_content(message: Mapping[str, Any], number: int) -> Mapping[str,
     if not isinstance(parts, list | tuple) or not parts:
         raise ConfigError(f"{where} must be a text or a list of text parts, not {short(parts)}")
     for place, part in enumerate(parts, start=1):
-        if not isinstance(part, Mapping) or set(part) != {"type", "text"} or part["type"] != "text":
+        if (
+            not isinstance(part, Mapping)
+            or not _TEXT_PART <= set(part) <= _TEXT_PART | _HINTS
+            or part["type"] != "text"
+        ):
             kind = part.get("type") if isinstance(part, Mapping) else part
             remedy = 'only {"type": "text", "text": "..."} is supported'
             raise ConfigError(f"{where}: part {place} ({short(kind)}) is not a text part; {remedy}")

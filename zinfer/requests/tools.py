@@ -30,6 +30,7 @@ class _Tool(BaseModel):
 
     type: Annotated[Literal["function"], Field(description="'function'")]
     function: _Function
+    cache_control: Any = None
 
 
 class _NamedFunction(BaseModel):
@@ -101,6 +102,7 @@ def read_tools(tools: object, tool_choice: object, parallel_tool_calls: bool | N
         raise ConfigError(f"tools: two functions have the name {short(twice[0])}; give each its own")
     if tool_choice == "none":
         return None
+    tools = [{name: value for name, value in each.items() if name != "cache_control"} for each in tools]
     is_parallel = parallel_tool_calls is not False
     if not named:
         return ToolUse(tools, "required" if tool_choice == "required" else "auto", None, is_parallel)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zinfer import __version__
 from zinfer.serve.batch_routes import batch_routes, file_routes
@@ -76,9 +77,20 @@ def make_app(
         app.include_router(file_routes(files, batches))
         app.include_router(batch_routes(batches))
     handle_errors(app)
+    app.add_middleware(_Head)
     app.add_middleware(Ending)
     app.add_middleware(Guard, keys=keys, most_body_bytes=most_body_bytes, most_file_bytes=most_file_bytes)
     if origins:  # around the guard: a browser asks first without the key, and shows no refusal without the headers
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Lingering)
     return app
+
+
+class _Head:
+    """ASGI middleware: HEAD gets what GET does, without the body, which the HTTP server leaves out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)

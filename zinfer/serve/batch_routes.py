@@ -7,6 +7,7 @@ from fastapi import APIRouter, Form, Query, Request, UploadFile
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from zinfer.requests.client_names import OpenBody
 from zinfer.serve.batch import Batch
 from zinfer.serve.batches import Batches
 from zinfer.serve.body import described, read_model
@@ -18,9 +19,7 @@ _MOST_LISTED: Final = 10_000
 _Kept = TypeVar("_Kept", StoredFile, Batch)
 
 
-class _BatchBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class _BatchBody(OpenBody):
     input_file_id: str
     endpoint: str
     completion_window: Annotated[str, Field(pattern="^24h$", description="'24h'")]

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
-from zinfer.requests.client_names import ClientNames
+from zinfer.requests.client_names import ClientNames, OpenBody
 from zinfer.requests.openai_body import PROMPTS
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
@@ -23,14 +23,14 @@ _NOTHING_NEW: Final = SamplingParams(max_new_tokens=0, prompt_logprobs=0)
 _Format = Annotated[Literal["float", "base64"], Field(description="'float' or 'base64'")]
 
 
-class _Embeddings(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class _Embeddings(OpenBody):
     input: Annotated[Any, WithJsonSchema(PROMPTS)]
     model: str | None = None
     encoding_format: _Format | None = None
     dimensions: int | None = None
     user: Any = None
+    truncate_prompt_tokens: None = None
+    add_special_tokens: None = None
 
     @field_validator("input")
     @classmethod

@@ -5,9 +5,10 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from zinfer import __version__
+from zinfer.requests.client_names import OpenBody
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.serve.body import described, read_call, read_model
 from zinfer.serve.encoding_lanes import size_of
@@ -19,18 +20,14 @@ _MOST_COUNTED: Final = 1 << 20
 """Characters, or tokens, of one call that counts them: it may be much longer than what the model takes."""
 
 
-class _Tokenize(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class _Tokenize(OpenBody):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     add_special_tokens: bool = True
 
 
-class _Detokenize(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class _Detokenize(OpenBody):
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from zinfer.requests.client_names import OpenBody
 from zinfer.requests.completion import Completion
 from zinfer.requests.openai_choice import usage
 from zinfer.requests.prompt_encoder import PromptLike
@@ -27,9 +28,7 @@ _MAX_JOINED: Final = 1 << 24
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
-class _Score(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class _Score(OpenBody):
     model: str | None = None
     prompt: str | _TokenIds | None = None
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
