@@ -175,7 +175,7 @@ def test_every_family_can_be_divided() -> None:
 
 def test_an_unknown_family_is_refused() -> None:
     model = family_model("bart", "BartModel")
-    model.config.model_type = "mbart"
+    model.config.model_type = "led"
     with pytest.raises(ConfigError, match=r"how the layers of a BartModel are divided is not known; .* share the weig"):
         Sharding.of(model, Shard(0, 2))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from checkpoints import tiny_checkpoint, tiny_mixtral
 from family_models import CASES, Tensors, family_inputs, family_model, forward_inputs, outputs_of
 from ranks_support import Failed, Ranks, run_ranks
@@ -91,6 +92,49 @@ def test_plans_and_fused_products_on_four_ranks(tmp_path: Path) -> None:
 def test_own_plans_on_two_ranks(tmp_path: Path) -> None:
     names = [f"{each}ForCausalLM" for each in ("Bloom", "OPT", "GptOss", "DeepseekV3")]
     check_families(tmp_path, [*names, "BertForMaskedLM", "T5ForConditionalGeneration"], 2)
+
+
+PAIRS = ("Blenderbot", "BlenderbotSmall", "M2M100", "MBart", "Marian", "PLBart", "Pegasus")
+"""Encoder-decoders with BART's names of layers."""
+
+
+def tiny_pair(name: str) -> Any:
+    sizes = {f"{part}_{each}": 2 for part in ("encoder", "decoder") for each in ("layers", "attention_heads")}
+    sizes |= {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64}
+    tokens = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    tokens |= {"vocab_size": 61, "decoder_vocab_size": 61, "forced_eos_token_id": None}
+    torch.manual_seed(0)
+    kind = "MarianMTModel" if name == "Marian" else f"{name}ForConditionalGeneration"
+    model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**sizes, **tokens)).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.3)
+    return model
+
+
+def translated(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of two texts, one padded, and the tokens that follow from the first by beams."""
+    ids = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 2, 1, 1]])
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=(ids != 1).long(), decoder_input_ids=ids[:, :3]).logits.clone()
+    return logits, model.generate(ids[:1], max_new_tokens=6, num_beams=2, do_sample=False)
+
+
+def pairs_divided(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    found = []
+    for name in PAIRS:
+        engine = zinfer.init_inference(tiny_pair(name), mp_size=2, dtype=torch.float32, device="cpu")
+        found.append(translated(engine))
+        engine.destroy()
+    return found
+
+
+def test_translators_on_two_ranks() -> None:
+    """Modules in memory, as automatic tensor parallelism is given them."""
+    alone = [translated(tiny_pair(name)) for name in PAIRS]
+    for found in run_ranks(2, pairs_divided):
+        for name, (logits, tokens), (wanted, same) in zip(PAIRS, found, alone, strict=True):
+            assert torch.allclose(logits, wanted, rtol=1e-3, atol=1e-4), name
+            assert torch.equal(tokens, same), name
 
 
 def test_uneven_heads_on_three_ranks(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """`get_accelerator`: DeepSpeed's interface to the device that models compute on, over torch's."""
 
-import functools
 from typing import Any, Final
 
 import psutil
@@ -100,10 +99,12 @@ class Accelerator:
         return torch.cuda.current_device() if device_index is None else device_index
 
 
-@functools.cache
+_ACCELERATOR: Final = Accelerator()
+
+
 def get_accelerator() -> Accelerator:
     """Return the device's interface, always the same object."""
-    return Accelerator()
+    return _ACCELERATOR
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

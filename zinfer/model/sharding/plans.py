@@ -108,7 +108,9 @@ _OWN: Final[Mapping[str, Plan]] = {
             "ffn_output": ROWWISE,
         }
     ),
-    "bart": _PAIR,
+    **dict.fromkeys(
+        ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus", "plbart"), _PAIR
+    ),
     "bert": _BERT,
     "bloom": MappingProxyType(
         {
