@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import HIDDEN_SIZE, tiny_model
 from engines import loaded
 from loading_support import DISK, HOST, refused
 from plain_models import NUM_BLOCKS, VOCAB_SIZE, WIDTH, Block, Decoder, tiny_decoder, tiny_encoder
@@ -124,11 +125,40 @@ def test_the_outermost_repeated_modules_are_blocks(make: Callable[[], nn.Module]
         assert torch.equal(engine(x), expected)
 
 
-def test_without_repeated_modules_the_remedy_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"a Bilinear is not a transformers model.*injection_policy=\{Block: "):
-        refused(nn.Bilinear(3, 3, 3))
-    with pytest.raises(ConfigError, match=r"no ModuleList or Sequential in it repeats a class of modules"):
-        refused(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.ReLU()))
+def a_decoder_layer() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    model, hidden = tiny_model("llama", num_layers=1), torch.randn(2, 5, HIDDEN_SIZE)
+    angles = model.model.rotary_emb(hidden, torch.arange(5)[None])
+    return model.model.layers[0], (hidden,), {"position_embeddings": angles}
+
+
+LAYERS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]] = {
+    "llama": a_decoder_layer,
+    "gpt2": lambda: (tiny_model("gpt2", num_layers=1).transformer.h[0], (torch.randn(2, 5, HIDDEN_SIZE),), {}),
+    "torch": lambda: (nn.TransformerEncoderLayer(32, 4, batch_first=True), (torch.randn(2, 5, 32),), {}),
+    "linear": lambda: (nn.Linear(32, 16), (torch.randn(2, 32),), {}),
+    "sequence": lambda: (nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.ReLU()), (torch.randn(2, 3),), {}),
+}
+
+
+@pytest.mark.parametrize("config", [{}, HOST, {"replace_with_kernel_inject": True}], ids=["free", "host", "kernels"])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_a_single_layer_stays_on_the_device(make: Any, config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    layer, args, kwargs = make()
+    with torch.no_grad():
+        expected = layer.eval()(*args, **kwargs)
+    with loaded(layer, config) as engine:
+        homes = engine.stats().blocks_by_home
+        assert homes["DEVICE"] > 0 == homes["HOST"]
+        assert engine.named_layers == {}
+        torch.testing.assert_close(engine(*args, **kwargs), expected, rtol=1e-5, atol=1e-5)
+    assert f"a {type(layer).__name__} repeats a class of modules that could stream as blocks" in caplog.text
+    assert "injection_policy={Block: ()}" in caplog.text
+
+
+def test_an_engine_is_no_model() -> None:
+    words = "model: is an engine already, whose weights stream; call it as it is"
+    with loaded(tiny_decoder(), HOST) as engine, pytest.raises(ConfigError, match=words):
+        refused(engine)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ class InferenceEngine(AroundModule, StreamedModel):
 
     def __init__(self, model: str | os.PathLike[str] | nn.Module, settings: Settings, **options: Any) -> None:
         """As `zinfer.init_inference`, with resolved settings; options as for `StreamedModel`."""
+        if isinstance(model, AroundModule) and any(each.is_meta for each in model.parameters()):
+            raise ConfigError(
+                "model: is an engine already, whose weights stream; call it as it is, or destroy it and give the "
+                "folder or a module with its weights"
+            )
         nn.Module.__init__(self)
         StreamedModel.__init__(self, model, settings, **options)
 

@@ -253,10 +253,10 @@ def _check_module(model: nn.Module, settings: Settings) -> None:
     name, is_plain = type(model).__name__, not isinstance(model, PreTrainedModel)
     names_layers = settings.block_classes or getattr(model, "_no_split_modules", None)
     if is_plain and not names_layers and not find_repeated(model):
-        raise ConfigError(
-            f"model: a {name} is not a transformers model, and no ModuleList or Sequential in it repeats a class of "
-            'modules that could stream as blocks; name one: injection_policy={Block: ("attn.out_proj", "mlp.fc2")}, '
-            "whose second part may be ()"
+        log.warning(
+            "model: no ModuleList or Sequential in a %s repeats a class of modules that could stream as blocks, so all "
+            "its weights stay on the device; to stream some, name their class: injection_policy={Block: ()}",
+            name,
         )
     check_classes(model, settings.block_classes)
     if "forward" in vars(model):

@@ -20,13 +20,13 @@ def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[st
 
     `_no_split_modules` names a family's layer classes, but also embeddings and heads: of these modules, the ones in a
     list are layers. If it names none, layers are the members of the outermost lists of modules of one class; for a
-    module that is not one of transformers', the modules of `find_repeated`.
+    module that is not one of transformers', the modules of `find_repeated`, which may be none.
 
     Args:
         classes: of modules that are always layers.
 
     Raises:
-        CheckpointError: there are no layers.
+        CheckpointError: there are no layers in a transformers model.
     """
     modules = dict(model.named_modules())
     chosen = {name for name, module in modules.items() if any(each.is_class_of(module) for each in classes)}
@@ -41,7 +41,7 @@ def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[st
         for name, module in modules.items()
         if name in found and not any(name.startswith(f"{other}.") for other in found)
     }
-    if not layers:
+    if not layers and isinstance(model, PreTrainedModel):
         raise CheckpointError(
             f"{type(model).__name__} names no layer class (_no_split_modules) and holds no list of layers, so it "
             "cannot be partitioned into blocks; name one: injection_policy={Block: (linear layers)}"
