@@ -82,7 +82,7 @@ def check_refusals(parts: Path) -> None:
 def refused(rank: int, folder: Path, parts: Path, theirs: Path) -> list[str]:
     """What is said of parts that cannot be kept or read."""
     said = []
-    module = tiny_model("llama", num_layers=1)
+    module = zinfer.quantize_transformer(tiny_model("llama", num_layers=1))
     for model, more in ((module, {"save_mp_checkpoint_path": parts}), (module, {"checkpoint": theirs}), (folder, {})):
         try:
             zinfer.init_inference(model, config(2) | {key: str(path) for key, path in more.items()}).destroy()
@@ -98,12 +98,38 @@ def test_what_cannot_be_kept_or_read_is_refused(tmp_path: Path) -> None:
     theirs = tmp_path / "ds_inference_config.json"
     theirs.write_text(json.dumps(listing | {"checkpoints": {"non_tp": [], "tp": ["tp_00_02.pt", "tp_01_02.pt"]}}))
     for in_memory, pickled, whole in run_ranks(2, refused, folder, tmp_path / "parts", theirs):
-        assert in_memory.startswith("save_mp_checkpoint_path: the weights are in memory; give the model as a folder")
+        assert in_memory.startswith("save_mp_checkpoint_path: the module is quantized in memory, and parts are made of")
         assert "tp_0" in pickled
         assert "is no part that save_mp_checkpoint_path wrote here (parts of DeepSpeed's are pickled)" in pickled
         assert whole == ""
     with pytest.raises(ConfigError, match="as many parts as tp_size says"):
         resolve_settings({"checkpoint": listing | {"checkpoints": {"tp": ["a"]}}})
+
+
+def from_memory(rank: int, parts: Path, seeds: list[int]) -> list[torch.Tensor | str]:
+    """Logits of modules in memory whose parts are kept, then of the parts."""
+    found: list[torch.Tensor | str] = []
+    models: list[Any] = [tiny_model("llama", num_layers=2, seed=seed) for seed in seeds]
+    for model in (*models, parts):
+        keeps = {} if model is parts else {"save_mp_checkpoint_path": str(parts)}
+        try:
+            engine = zinfer.init_inference(model, config(2) | keeps)
+            found.append(engine(IDS).logits.clone())
+            engine.destroy()
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_module_in_memory_keeps_its_parts(tmp_path: Path) -> None:
+    """Once: the same weights find them again, others are refused."""
+    with torch.no_grad():
+        wanted = tiny_model("llama", num_layers=2, seed=0)(IDS).logits
+    for first, again, other, later in run_ranks(2, from_memory, tmp_path / "parts", [0, 0, 1]):
+        for each in (first, again, later):
+            torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-4)
+        assert "belongs to another store; what differs" in other
+    assert sorted(os.listdir(tmp_path / "parts")) == ["ds_inference_config.json", "tp-0-of-2", "tp-1-of-2"]
 
 
 def jobs(rank: int, folder: Path) -> list[JobSummary]:

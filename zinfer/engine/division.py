@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import torch
 from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
@@ -17,12 +18,13 @@ from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.shorter_model import ShorterModel
 from zinfer.model.stage import StageModel
 from zinfer.model.weight_matching import match_weights
+from zinfer.quantization.parameter import QuantizedParameter
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import DIVIDING, Mesh
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.ranks.stage_exchange import StageExchange
-from zinfer.store.saved_parts import KEY, SavedPart, find_part, list_parts, save_part
+from zinfer.store.saved_parts import KEY, SavedPart, find_part, list_parts, save_part, written_module
 
 Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings, Sharding | None, ShorterModel | None], PreparedModel]
 
@@ -66,21 +68,42 @@ class Division:
     def save(self, prepared: PreparedModel) -> None:
         """Keep all ranks' parts for later starts, if the settings name a folder for them; all ranks call it together.
 
+        Weights in memory are kept by `prepare`, while they are whole.
+
         Raises:
             ConfigError, CheckpointError, PlanError, OSError: as `save_part`.
             RankError: another rank failed.
         """
-        folder, sharding, ranks = prepared.settings.save_parts, prepared.sharding, self._ranks
-        if folder is None or sharding is None or ranks is None:
+        if prepared.checkpoint is not None and prepared.sharding is not None:
+            self._save(prepared.checkpoint, prepared.settings, find_dtype(prepared.module), prepared.sharding)
+
+    def _save(self, checkpoint: Checkpoint, settings: Settings, dtype: torch.dtype, sharding: Sharding) -> None:
+        folder, ranks = settings.save_parts, self._ranks
+        if folder is None or ranks is None:
             return
-        checkpoint = prepared.checkpoint
-        if checkpoint is None:
-            raise ConfigError(f"{KEY}: the weights are in memory; give the model as a folder, which is read again")
-        dtype = find_dtype(prepared.module)
-        ranks.first_alone(lambda: save_part(checkpoint, prepared.settings, dtype, sharding.shard, sharding.grain))
+        ranks.first_alone(lambda: save_part(checkpoint, settings, dtype, sharding.shard, sharding.grain))
         ranks.exchange(True)
         if ranks.group.rank == 0:
             list_parts(folder, sharding.shard)
+
+    def _save_module(self, module: PreTrainedModel, settings: Settings, sharding: Sharding) -> None:
+        """Keep the parts of a module with its weights in memory; one rank of each host writes it whole for the time."""
+        folder, ranks = settings.save_parts, self._ranks
+        if folder is None or ranks is None:
+            return
+        if any(isinstance(each, QuantizedParameter) for each in module.parameters()):
+            raise ConfigError(
+                f"{KEY}: the module is quantized in memory, and parts are made of its full weights; give it as it was "
+                "before, and zinfer.quantization in the configuration"
+            )
+        with ExitStack() as owned:
+            path = None
+            if ranks.group.local_rank == 0:
+                path = owned.enter_context(written_module(module, folder))
+            paths = ranks.exchange(path)
+            own = next(each for each in reversed(paths[: ranks.group.rank + 1]) if each is not None)  # of this host
+            self._save(Checkpoint.open(own), settings, find_dtype(module), sharding)
+            ranks.exchange(True)
 
     @property
     def exchanges(self) -> bool:
@@ -111,6 +134,7 @@ class Division:
         Raises:
             ConfigError: the model cannot be divided as the configuration asks.
             CheckpointError: as `PreparedModel.of`.
+            PlanError, OSError, RankError: as `save`, for weights in memory.
         """
         part, sharding, classes = None, None, settings.block_classes
         if self._stage is not None:  # of whole layers, whose sizes are the same on all ranks
@@ -118,6 +142,8 @@ class Division:
         if self._shard is not None:
             grain = self._part.grain if self._part else _find_grain(module, checkpoint, settings)
             sharding = Sharding.of(module, self._shard, classes, grain, settings.tensor_parallel)
+            if checkpoint is None:
+                self._save_module(module, settings, sharding)
         self._ends += [each.undo for each in (sharding, part) if each is not None]
         return partition(module, checkpoint, settings, sharding, part)
 

@@ -6,12 +6,17 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from hashlib import file_digest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
+import xxhash
+from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.folder import PARTS_NAME, absolute
@@ -66,6 +71,28 @@ def save_part(checkpoint: Checkpoint, settings: Settings, dtype: torch.dtype, sh
     wanted = replace(settings, quantization=settings.quantization or _NOTHING, dtype=dtype)
     write_store(checkpoint.folder, folder, wanted, caller=_SAVER, shard=shard)
     _place_json(folder / _GRAIN_NAME, asdict(replace(grain, units=dict(grain.units))))
+
+
+@contextmanager
+def written_module(module: PreTrainedModel, folder: Path) -> Iterator[Path]:
+    """Write a module with its weights in memory to a temporary folder in ``folder``, and yield its path.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        made = TemporaryDirectory(dir=folder, prefix=".whole-")
+    except OSError as error:
+        raise ConfigError(f"{KEY}: nothing can be written to {folder} ({error.strerror}); name another") from error
+    with made as name:
+        module.save_pretrained(name)
+        for file in Path(name).glob("*.safetensors"):
+            # The parts of the same weights are found again by the times of their files; here a checksum stands for it.
+            with file.open("rb") as opened:
+                seconds = int(file_digest(opened, xxhash.xxh32).hexdigest(), 16)
+            os.utime(file, (seconds, seconds))
+        yield Path(name)
 
 
 def list_parts(folder: Path, shard: Shard) -> None:
