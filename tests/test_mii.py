@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
 import pkgutil
 import signal
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +20,7 @@ import pytest
 import torch
 from jobs_support import letters_model
 from stand_in import SCRIPT
+from transformers import AutoTokenizer
 
 import zinfer.mii as mii
 from zinfer import LLM, SamplingParams
@@ -98,6 +102,37 @@ def test_defaults_are_those_of_mii() -> None:
     assert MIIParams.read({"do_sample": False, "stop": "a"}).sampling == SamplingParams(stop=("a",))
 
 
+class Counting:
+    """A tokenizer that notes the texts it encodes."""
+
+    def __init__(self, model: str) -> None:
+        self.inner, self.texts = AutoTokenizer.from_pretrained(model), list[str]()
+
+    def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        self.texts += [text] if isinstance(text, str) else text
+        return self.inner(text, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_each_prompt_is_tokenized_once(model: str, alone: list[tuple[str, int, int, str]]) -> None:
+    tokenizer = Counting(model)
+    pipe = mii.pipeline(model, tokenizer=tokenizer, device="cpu")
+    tokenizer.texts.clear()
+    assert shown(pipe(PROMPTS, **GREEDY)) == alone
+    assert tokenizer.texts == PROMPTS
+    pipe.destroy()
+
+    async def ask() -> mii.Response:
+        async with mii.BatchingEngine(model, tokenizer=tokenizer, device="cpu") as engine:
+            tokenizer.texts.clear()
+            return await engine.generate(PROMPTS[0], **GREEDY)
+
+    assert shown([asyncio.run(ask())]) == alone[:1]
+    assert tokenizer.texts == PROMPTS[:1]
+
+
 def test_a_batching_engine(model: str, alone: list[tuple[str, int, int, str]]) -> None:
     async def ask() -> list[mii.Response]:
         async with mii.BatchingEngine(model, max_batch_size=4, max_wait_ms=50, device="cpu") as engine:
@@ -123,13 +158,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_deployment(model: str, alone: list[tuple[str, int, int, str]], folder: Path, unused_tcp_port: int) -> None:
     client = mii.serve(
         model,
-        deployment_name="letters-deployment",
-        device="cpu",
+        model_config={"replica_num": 1, "device": "cpu"},
+        mii_config={"deployment_name": "letters-deployment", "restful_api_port": unused_tcp_port},
         enable_restful_api=True,
-        restful_api_port=unused_tcp_port,
     )
     assert shown(client.generate(PROMPTS, **GREEDY)) == alone
     other = mii.client("letters-deployment")
+    for told in (client.mii_config, other.mii_config):
+        assert (told.deployment_name, told.enable_restful_api) == ("letters-deployment", True)
+        assert (told.restful_api_host, told.restful_api_port) == ("localhost", unused_tcp_port)
+        assert dict(told.model_conf) == {"model_name_or_path": model, "tensor_parallel": 1, "replica_num": 1}
     parts: list[mii.Response] = []
     other.generate(PROMPTS[0], streaming_fn=parts.extend, **GREEDY)
     assert "".join(each.generated_text for each in parts) == alone[0][0]
@@ -177,6 +215,30 @@ def test_parts_of_a_stream_have_no_finish_reason_but_the_last() -> None:
         return [part async for event in events for part in json.loads(event.removeprefix(b"data: "))]
 
     assert [tuple(each.values()) for each in asyncio.run(read())] == [("a", 3, 1, "none"), ("b", 3, 2, "length")]
+
+
+def test_an_interrupted_start_leaves_no_server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexec sleep 600\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    started: list[psutil.Process] = []
+
+    def interrupt() -> None:
+        while not (found := list(folder.glob("*/deployment.json"))):
+            time.sleep(0.01)
+        started.append(psutil.Process(json.loads(found[0].read_text())["pid"]))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        mii.serve("anything", deployment_name="slow")
+    thread.join()
+    assert not started[0].is_running() or started[0].status() == psutil.STATUS_ZOMBIE
+    assert list(folder.iterdir()) == []
+    with pytest.raises(ConfigError, match="no deployment 'slow' runs"):
+        mii.client("slow")
 
 
 def test_a_deployment_that_does_not_start_says_why(tmp_path: Path, folder: Path) -> None:

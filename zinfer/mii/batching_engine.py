@@ -1,9 +1,11 @@
 """`BatchingEngine`: requests of concurrent callers in shared batches, by the names that guides use for it."""
 
+import asyncio
 from typing import Any, Self
 
 from zinfer.batching.async_llm import AsyncLLM
 from zinfer.errors import ConfigError
+from zinfer.mii.mii_pipeline import encode
 from zinfer.mii.response import GenerationFinishReason, Response
 from zinfer.requests.mii_params import MIIParams
 
@@ -29,13 +31,13 @@ class BatchingEngine:
         Raises:
             ConfigError: the prompt or a keyword cannot be used.
         """
-        params, inner = MIIParams.read(generate_kwargs), self.llm.llm
-        length = len(inner.tokenizer(prompt, verbose=False).input_ids)
-        own = params.within(params.sampling, length, inner.limits)
-        (completion,) = [each async for each in self.llm.stream([prompt], own)]
+        params = MIIParams.read(generate_kwargs)
+        encoded, own = await asyncio.to_thread(encode, self.llm.llm, [prompt], params)
+        (completion,) = [each async for each in self.llm.stream(encoded, own)]
         if completion.error is not None:
             raise ConfigError(completion.error)
         text = prompt + completion.text if params.return_full_text else completion.text
+        length = len(encoded[0]["prompt_token_ids"])
         return Response(text, length, len(completion.token_ids), GenerationFinishReason(completion.finish_reason))
 
     async def close(self) -> None:

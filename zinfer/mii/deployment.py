@@ -10,22 +10,35 @@ from typing import Any, Final
 
 import httpx2 as httpx
 import psutil
+from pydantic import ValidationError
 
 from zinfer.errors import ConfigError
 from zinfer.mii.mii_client import MIIClient
-from zinfer.mii.registry import Deployment, folder_of
-from zinfer.mii.settings import config_of
+from zinfer.mii.registry import Deployment, MIIConfig, ModelConf, folder_of
+from zinfer.mii.settings import ModelSettings, config_of
+from zinfer.requests.field_errors import field_error
 
-_SERVER: Final = {"enable_restful_api": False, "restful_api_port": 28080, "restful_api_host": "localhost"}
-_IDLE: Final = ("port_number", "deployment_type", "replica_configs", "hf_auth_token", "version")
+_SERVER: Final = ("enable_restful_api", "restful_api_port", "restful_api_host")
+_IDLE: Final = (
+    *("port_number", "deployment_type", "replica_configs", "hf_auth_token", "version"),
+    *("restful_processes", "hostfile", "instance_type"),
+)
 
 
-def serve(model_name_or_path: str = "", model_config: Mapping[str, Any] | None = None, **kwargs: Any) -> MIIClient:
+def serve(
+    model_name_or_path: str = "",
+    model_config: Mapping[str, Any] | None = None,
+    mii_config: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> MIIClient:
     """Start a server in the background, which goes on when this process ends, and return a client once it is loaded.
+
+    An exception while it loads, such as Ctrl-C, ends it.
 
     Args:
         model_name_or_path: a checkpoint folder with its tokenizer.
         model_config: keywords of the model as a mapping.
+        mii_config: keywords of the deployment as a mapping, and of the model under ``model_config``.
         kwargs: ``deployment_name`` (by default the folder's name), ``tensor_parallel``, ``replica_num``,
             ``enable_restful_api``, ``restful_api_host`` and ``restful_api_port`` (28080), and those of
             `zinfer.mii.settings`. Without the REST API it listens on a Unix socket that only this user may use.
@@ -34,27 +47,36 @@ def serve(model_name_or_path: str = "", model_config: Mapping[str, Any] | None =
         ConfigError: a keyword cannot be used, or a deployment of this name runs.
         RuntimeError: the server did not start; says what it printed last.
     """
-    words = {name: value for name, value in kwargs.items() if name not in _IDLE}
-    server = {name: words.pop(name, default) for name, default in _SERVER.items()}
+    outer = {**(mii_config or {}), **kwargs}
+    given = {**outer.pop("model_config", {}), **(model_config or {}), **outer}
+    words = {name: value for name, value in given.items() if name not in _IDLE}
+    server = {name: words.pop(name) for name in _SERVER if name in words}
     num_replicas, name = words.pop("replica_num", 1), words.pop("deployment_name", None)
-    settings = config_of(model_name_or_path, model_config, words)
+    settings = config_of(model_name_or_path, None, words)
     if settings.tokenizer is not None or settings.max_length is not None:
         raise ConfigError("tokenizer and max_length are for a pipeline; remove them")
     name = name or Path(settings.model).resolve().name
-    folder = folder_of(name)
-    command = [sys.executable, "-m", "zinfer", "serve", "--model", settings.model, "--served-model-name", name]
-    command += ["--replicas", str(num_replicas), "--config", str(folder / "config.json")]
-    command += ["--ranks", str(settings.num_ranks)]
-    command += ["--device", settings.device] if settings.device else []
-    if server["enable_restful_api"]:
-        command += ["--host", server["restful_api_host"], "--port", str(server["restful_api_port"])]
-    else:
-        command += ["--uds", str(folder / "socket")]
+    folder, model = folder_of(name), {"model_name_or_path": settings.model, "replica_num": num_replicas}
+    model["tensor_parallel"] = settings.num_ranks
+    try:
+        config = MIIConfig(deployment_name=name, model_conf=ModelConf(**model), **server)
+    except ValidationError as error:
+        raise ConfigError(field_error(error, MIIConfig)) from None
     _refuse_second(name)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "config.json").write_text(json.dumps(settings.config), encoding="utf-8")
-    url = f"http://{server['restful_api_host']}:{server['restful_api_port']}"
-    return MIIClient(_start(name, command, url if server["enable_restful_api"] else None))
+    return MIIClient(_start(_command(config, settings, folder), config))
+
+
+def _command(config: MIIConfig, settings: ModelSettings, folder: Path) -> list[str]:
+    model = config.model_conf
+    command = [sys.executable, "-m", "zinfer", "serve", "--model", settings.model]
+    command += ["--served-model-name", config.deployment_name, "--config", str(folder / "config.json")]
+    command += ["--replicas", str(model.replica_num), "--ranks", str(model.tensor_parallel)]
+    command += ["--device", settings.device] if settings.device else []
+    if config.enable_restful_api:
+        return [*command, "--host", config.restful_api_host, "--port", str(config.restful_api_port)]
+    return [*command, "--uds", str(folder / "socket")]
 
 
 def client(model_or_deployment_name: str) -> MIIClient:
@@ -74,21 +96,33 @@ def _refuse_second(name: str) -> None:
     raise ConfigError(f"a deployment {name!r} runs already as process {found.pid}; terminate it, or give another name")
 
 
-def _start(name: str, command: list[str], url: str | None) -> Deployment:
-    """Start a server's process, and wait until it takes requests."""
-    folder = folder_of(name)
-    with (folder / "log").open("wb") as log:
+def _start(command: list[str], config: MIIConfig) -> Deployment:
+    """Start a server's process, and wait until it takes requests; an exception ends it."""
+    with (folder_of(config.deployment_name) / "log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     started_s = psutil.Process(process.pid).create_time()
-    deployment = Deployment(name=name, pid=process.pid, started_s=started_s, url=url)
-    deployment.keep()
+    deployment = Deployment(pid=process.pid, started_s=started_s, mii_config=config)
+    try:
+        deployment.keep()
+        if _becomes_ready(process, deployment):
+            return deployment
+    except BaseException:  # Ctrl-C: nobody has a client to end it with
+        deployment.terminate()
+        raise
+    said = deployment.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    raise RuntimeError(
+        f"the deployment {deployment.name!r} did not start: {said[-1] if said else 'it printed nothing'}"
+    )
+
+
+def _becomes_ready(process: "subprocess.Popen[bytes]", deployment: Deployment) -> bool:
+    """Wait until the server takes requests; False: its process has ended."""
     with deployment.connect() as http:
         while process.poll() is None:
             try:
                 if http.get("/ready", timeout=5).is_success:
-                    return deployment
+                    return True
             except httpx.TransportError:
                 pass  # it loads, and does not listen yet
             time.sleep(0.1)
-    said = deployment.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    raise RuntimeError(f"the deployment {name!r} did not start: {said[-1] if said else 'it printed nothing'}")
+    return False

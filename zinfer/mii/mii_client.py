@@ -7,7 +7,7 @@ from typing import Any
 import httpx2 as httpx
 
 from zinfer.errors import ConfigError
-from zinfer.mii.registry import Deployment
+from zinfer.mii.registry import Deployment, MIIConfig
 from zinfer.mii.response import GenerationFinishReason, Response
 
 
@@ -69,6 +69,11 @@ class MIIClient:
         """End the deployment; returns once its processes have ended."""
         self._http.close()
         self.deployment.terminate()
+
+    @property
+    def mii_config(self) -> MIIConfig:
+        """What the deployment was told when it was started, by MII's names."""
+        return self.deployment.mii_config
 
     @property
     def _path(self) -> str:

@@ -9,6 +9,8 @@ from zinfer.mii.response import GenerationFinishReason, Response
 from zinfer.mii.settings import config_of
 from zinfer.ranks.environment import num_started, own_rank
 from zinfer.requests.mii_params import MIIParams
+from zinfer.requests.prompt_encoder import PromptEncoder
+from zinfer.requests.sampling_params import SamplingParams
 
 _NO_STREAM: Final = "stream: a pipeline returns whole texts; zinfer.AsyncLLM, or a client's streaming_fn, streams"
 
@@ -38,10 +40,8 @@ class MIIPipeline:
         params = MIIParams.read({"max_length": self._max_length, **generate_kwargs})
         if params.stream:
             raise ConfigError(_NO_STREAM)
-        own, sampling, tokenizer = [], params.sampling, self.llm.tokenizer
-        lengths = [len(tokenizer(each, verbose=False).input_ids) for each in prompts]
-        own = [params.within(sampling, length, self.llm.limits) for length in lengths]
-        completions = self.llm.generate(prompts, own) if prompts else []
+        encoded, own = encode(self.llm, prompts, params)
+        completions = self.llm.generate(encoded, own) if prompts else []
         if failed := next((each.error for each in completions if each.error), None):
             raise ConfigError(failed)
         if own_rank() > 0 and not self._all_rank_output:
@@ -49,11 +49,11 @@ class MIIPipeline:
         return [
             Response(
                 prompt + each.text if params.return_full_text else each.text,
-                length,
+                len(ids["prompt_token_ids"]),
                 len(each.token_ids),
                 GenerationFinishReason(each.finish_reason),
             )
-            for prompt, length, each in zip(prompts, lengths, completions, strict=True)
+            for prompt, ids, each in zip(prompts, encoded, completions, strict=True)
         ]
 
     def destroy(self) -> None:
@@ -64,6 +64,16 @@ class MIIPipeline:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.llm.tokenizer
+
+
+def encode(
+    llm: LLM, prompts: Sequence[str], params: MIIParams
+) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    """Return prompts as token ids, and how each is sampled. Raises ConfigError as `MIIParams.within`."""
+    encoder, sampling = PromptEncoder(llm.tokenizer, llm.vocab_size), params.sampling
+    several = [encoder.tokenize(each) for each in encoder.encode_texts(prompts)]
+    own = [params.within(sampling, len(ids), llm.limits) for ids in several]
+    return [{"prompt_token_ids": ids} for ids in several], own
 
 
 def pipeline(

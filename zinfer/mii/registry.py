@@ -10,7 +10,7 @@ from typing import Final
 
 import httpx2 as httpx
 import psutil
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from zinfer.errors import ConfigError
 from zinfer.nvme.whole_file import replace_file
@@ -24,19 +24,54 @@ def registry() -> Path:
     return Path(os.environ.get("ZINFER_MII") or Path.home() / ".cache" / "zinfer" / "mii")
 
 
-class Deployment(BaseModel):
-    """A deployment: its server's process, and where it listens.
+class ModelConf(BaseModel):
+    """What a deployment was told of its model, by MII's names."""
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    model_name_or_path: str
+    tensor_parallel: int = 1
+    replica_num: int = 1
+
+
+class MIIConfig(BaseModel):
+    """What a deployment was told, by MII's names.
 
     Attributes:
-        name: of the deployment.
-        pid, started_s: the server's process, and when the system says that it began.
-        url: of the server; None: it listens on the Unix socket in the folder.
+        model_conf: of its model.
+        restful_api_host, restful_api_port: where it listens with ``enable_restful_api``.
     """
 
-    name: str
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    deployment_name: str
+    model_conf: ModelConf
+    enable_restful_api: bool = False
+    restful_api_host: str = "localhost"
+    restful_api_port: int = 28080
+
+
+class Deployment(BaseModel):
+    """A deployment: its server's process, and what it was told.
+
+    Attributes:
+        pid, started_s: the server's process, and when the system says that it began.
+    """
+
     pid: int
     started_s: float
-    url: str | None = None
+    mii_config: MIIConfig
+
+    @property
+    def name(self) -> str:
+        """The deployment's name."""
+        return self.mii_config.deployment_name
+
+    @property
+    def url(self) -> str | None:
+        """The server's address; None: it listens on the Unix socket in the folder."""
+        told = self.mii_config
+        return f"http://{told.restful_api_host}:{told.restful_api_port}" if told.enable_restful_api else None
 
     @classmethod
     def find(cls, name: str) -> "Deployment":

@@ -30,9 +30,15 @@ _REFUSED: Final = {
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What `LLM` and `zinfer serve` are given.
+    """What becomes of the keywords.
 
-    num_ranks: processes that divide the model's layers.
+    Attributes:
+        model: the checkpoint folder.
+        config: for `zinfer.LLM` or `zinfer serve`, with ``tensor_parallel``.
+        num_ranks: processes that divide each layer; of a server, those of each replica.
+        tokenizer: of a pipeline; None: the folder's.
+        max_length: by default of a pipeline's calls; None: MII's.
+        device: None: the configuration's.
     """
 
     model: str
