@@ -75,7 +75,8 @@ def main() -> None:
     process.join()
     assert process.exitcode is not None
     if process.exitcode < 0:
-        signal.signal(-process.exitcode, signal.SIG_DFL)
+        if process.exitcode != -signal.SIGKILL:
+            signal.signal(-process.exitcode, signal.SIG_DFL)
         os.kill(os.getpid(), -process.exitcode)
     os._exit(process.exitcode)
 

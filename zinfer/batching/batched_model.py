@@ -393,6 +393,11 @@ class BatchedModel:
     ) -> None:
         self.close()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or has ended by a failure."""
+        return self._loop.is_closed
+
     def _check_open(self) -> None:
         self._model.check_process()
         self._loop.check_open()

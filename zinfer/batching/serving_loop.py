@@ -99,6 +99,11 @@ class ServingLoop:
         if (failure := done.result()) is not None:
             raise failure
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._closing
+
     def check_open(self) -> None:
         """Raise RuntimeError if the loop was closed or has ended; RankError if another rank ended it."""
         if self._closing:

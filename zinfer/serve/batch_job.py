@@ -1,6 +1,7 @@
 """`BatchJob`: one batch's rows, completed in a server's background; of the same parts as a job of `zinfer run`."""
 
 import asyncio
+import json
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,15 +24,22 @@ from zinfer.jobs.records import Records
 from zinfer.jobs.request import UnusableInput
 from zinfer.jobs.rows import BadRow, Fault, Parsed, Row, RowState
 from zinfer.jobs.versions import software
+from zinfer.nvme.whole_file import replace_file
 from zinfer.requests.completion import Completion
 from zinfer.serve.errors import ApiError, RequestFailed
 from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
+from zinfer.serve.suspects import Case
 
 _OK: Final = 200
 _ROWS_READ: Final = 256  # before they are submitted
 _MOST_UNDER_WAY: Final = 2048
 _LOOK_EVERY_S: Final = 0.2
+
+
+def suspects_path(rows: Path) -> Path:
+    """Return the path of the file that is kept beside a batch's rows while replicas end."""
+    return rows.with_name(f"{rows.name}.suspects")
 
 
 class _Done(NamedTuple):
@@ -54,6 +62,7 @@ class BatchJob:
         self._counts = {"total": 0, "completed": 0, "failed": 0}
         self._unwritten: deque[str] = deque()
         self._stop = threading.Event()
+        self._suspicions = _Suspicions(suspects_path(output))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -159,7 +168,8 @@ class BatchJob:
                 while len(under_way) >= _MOST_UNDER_WAY and not self._stop.is_set():
                     yield from self._take(done, under_way)
                 encoded = Encoded(list(prompt.token_ids), prompt.params)
-                result = asyncio.run_coroutine_threadsafe(self._service.complete_in_background(encoded), loop)
+                working = self._service.complete_in_background(encoded, self._suspicions.begin(ordinal))
+                result = asyncio.run_coroutine_threadsafe(working, loop)
                 under_way.add(result)
                 result.add_done_callback(partial(_put, done, ordinal, prompt))
             while under_way and not self._stop.is_set():
@@ -170,10 +180,43 @@ class BatchJob:
 
     def _take(self, done: "SimpleQueue[_Done]", under_way: "set[Future[list[Completion]]]") -> Iterator[_Done]:
         """Yield the next result; none if it does not come soon, so that `stop` is noticed."""
+        self._suspicions.keep(self._service.suspects.num_notes)
         with suppress(Empty):
             found = done.get(timeout=_LOOK_EVERY_S)
             under_way.discard(found.result)
+            self._suspicions.end(found.ordinal)
             yield found
+
+
+class _Suspicions:
+    """Which rows under way are suspected of the end of a replica, in a file, so that the next server knows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept: list[int] = json.loads(path.read_bytes()) if path.exists() else []
+        self._not_begun = set(self._kept)
+        self._cases: dict[int, Case] = {}
+        self._num_notes = 0
+
+    def begin(self, ordinal: int) -> Case:
+        """Return what is known of a row."""
+        self._cases[ordinal] = Case(is_suspect=ordinal in self._not_begun)
+        self._not_begun.discard(ordinal)
+        return self._cases[ordinal]
+
+    def end(self, ordinal: int) -> None:
+        """Forget a row that has its answer."""
+        del self._cases[ordinal]
+
+    def keep(self, num_notes: int) -> None:
+        """Write the file, if suspicions have changed since the last time. Raises OSError if that fails."""
+        if self._num_notes == num_notes:
+            return
+        self._num_notes = num_notes
+        found = sorted(self._not_begun.union(ordinal for ordinal, case in self._cases.items() if case.is_suspect))
+        if found != self._kept:
+            replace_file(self._path, json.dumps(found))
+            self._kept = found
 
 
 def _put(done: "SimpleQueue[_Done]", ordinal: int, prompt: Prompt, result: "Future[list[Completion]]") -> None:

@@ -14,12 +14,13 @@ from zinfer.jobs.request import UnusableInput, manifest_path
 from zinfer.jobs.rows import RowId
 from zinfer.nvme.whole_file import replace_file
 from zinfer.serve.batch import URLS, Batch
-from zinfer.serve.batch_job import BatchJob
+from zinfer.serve.batch_job import BatchJob, suspects_path
 from zinfer.serve.batch_rows import count_rows, divide, missing_rows
 from zinfer.serve.caller import CALLER, may_see
 from zinfer.serve.errors import ApiError
 from zinfer.serve.file_store import FileStore, json_with_owner, ordered_name
 from zinfer.serve.service import Service
+from zinfer.serve.tasks import lasting
 
 _WINDOW_S: Final = 24 * 3600
 _LOOK_EVERY_S: Final = 0.2
@@ -51,7 +52,8 @@ class Batches:
 
     def start(self) -> None:
         """Begin, or go on with what an earlier server left."""
-        self._tasks = [asyncio.create_task(each) for each in (self._run(), self._look_after_others())]
+        works = {"the computing of batches": self._run, "the look after batches": self._look_after_others}
+        self._tasks = [asyncio.create_task(lasting(what, work)) for what, work in works.items()]
 
     async def close(self) -> None:
         """Stop computing; the next server goes on."""
@@ -234,6 +236,7 @@ class Batches:
         self._set(batch, status)
         rows.unlink(missing_ok=True)
         manifest_path(rows).unlink(missing_ok=True)
+        suspects_path(rows).unlink(missing_ok=True)
 
     async def _expired(self, batch: Batch) -> Sequence[RowId]:
         try:

@@ -23,7 +23,8 @@ from zinfer.model.context_length import read_limits
 from zinfer.model.padding import find_row_sharing
 from zinfer.model.spec import ModelSpec
 from zinfer.requests.prompt_encoder import find_tokenizer
-from zinfer.serve.messages import Cancel, Connection, Embed, Embedded, Ready, Refused, ToEngine
+from zinfer.serve.messages import Cancel, Connection, Embed, Embedded, Failed, Ready, Refused, ToEngine
+from zinfer.serve.tasks import beside
 
 log = logging.getLogger(__name__)
 
@@ -81,16 +82,13 @@ class EmbeddingEngine:
     async def serve(self, connection: Connection, messages: "asyncio.Queue[ToEngine | None]") -> None:
         """Embed what the server sends until it ends."""
         connection.send(self.ready)
-        computing = asyncio.create_task(self._compute(connection))
-        try:
+        async with beside(self._compute(connection)):
             while isinstance(message := await messages.get(), Embed | Cancel):
                 if isinstance(message, Embed):
                     self._waiting[message.number] = _Row(message.number, message.token_ids)
                     self._arrived.set()
                 else:
                     self._waiting.pop(message.number, None)
-        finally:
-            computing.cancel()
 
     async def _compute(self, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
@@ -103,8 +101,7 @@ class EmbeddingEngine:
                 try:
                     vectors = await loop.run_in_executor(self._thread, self._embed, part)
                 except Exception as error:
-                    for row in part:
-                        connection.send(Refused(row.number, f"{type(error).__name__}: {error}", is_invalid=False))
+                    connection.send(Failed([row.number for row in part], f"{type(error).__name__}: {error}"))
                     continue
                 done = [(row.number, each) for row, each in zip(part, vectors, strict=True) if isinstance(each, bytes)]
                 connection.send(Embedded(done))

@@ -33,6 +33,7 @@ from zinfer.serve.messages import (
     ToEngine,
     Unusable,
 )
+from zinfer.serve.tasks import beside
 
 _LOAD_EVERY_S: Final = 1.0
 _ALIVE_EVERY_S: Final = 1.0
@@ -120,15 +121,14 @@ async def run_engine(socket_path: str, load: Callable[[], Engine]) -> None:
     reader, writer = await asyncio.open_unix_connection(socket_path)
     connection = Connection(reader, writer, ToEngine)
     messages: asyncio.Queue[ToEngine | None] = asyncio.Queue()
-    receiving = asyncio.create_task(_receive(connection, messages))
-    living = asyncio.create_task(tell_life(connection))
     try:
-        async with await _load(connection, load, receiving) as engine:
+        async with (
+            beside(_receive(connection, messages), tell_life(connection)) as (receiving, _),
+            await _load(connection, load, receiving) as engine,
+        ):
             freeze_loaded()
             await engine.serve(connection, messages)
     finally:
-        receiving.cancel()
-        living.cancel()
         await connection.close()
 
 
@@ -189,27 +189,15 @@ class CompletionEngine:
         latency = describe_latency(llm.predict_latency(*lengths, LOADS), *lengths)
         most_tokens = max_tokens_alone(budget.num_pages, budget.page_size)
         connection.send(Ready(llm.vocab_size, llm.limits, most_tokens, latency))
-        reporting = asyncio.create_task(self._report(connection))
         try:
-            while isinstance(message := await self._next(messages, reporting), Submit | Cancel):
-                if isinstance(message, Submit):
-                    requests.submit(message)
-                else:
-                    requests.cancel(message.number)
+            async with beside(self._report(connection)):
+                while isinstance(message := await messages.get(), Submit | Cancel):
+                    if isinstance(message, Submit):
+                        requests.submit(message)
+                    else:
+                        requests.cancel(message.number)
         finally:
-            reporting.cancel()
             await requests.close()
-
-    async def _next(
-        self, messages: "asyncio.Queue[ToEngine | None]", reporting: "asyncio.Task[None]"
-    ) -> ToEngine | None:
-        """Return the next message; raise the error that ended the model's passes for good."""
-        receiving = asyncio.create_task(messages.get())
-        await asyncio.wait((receiving, reporting), return_when=asyncio.FIRST_COMPLETED)
-        if not receiving.done():
-            receiving.cancel()
-            reporting.result()
-        return await receiving
 
     async def _report(self, connection: Connection) -> None:
         """Send the counters until the model is closed; raises what closed it."""

@@ -15,7 +15,7 @@ from zinfer.batching.handle import Handle
 from zinfer.batching.llm import LLM
 from zinfer.errors import ConfigError
 from zinfer.requests.completion import CompletionDelta
-from zinfer.serve.messages import Connection, Deltas, Refused, Submit
+from zinfer.serve.messages import Connection, Deltas, Failed, Refused, Submit
 
 _PAUSE_S: Final = 1e-3
 
@@ -25,7 +25,7 @@ class EngineRequests:
 
     Args:
         llm: completes them.
-        connection: to the server; gets `Deltas`, and `Refused` for requests that fail.
+        connection: to the server; gets `Deltas`, and `Refused` and `Failed` for requests that fail.
     """
 
     def __init__(self, llm: LLM, connection: Connection) -> None:
@@ -64,9 +64,12 @@ class EngineRequests:
             self._handles[number] = handle
             self._llm.submit(handle)
             self._note(number)  # a prompt that cannot be used has its result already
+        except ConfigError as error:
+            self._handles.pop(number, None)
+            self._connection.send(Refused(number, str(error), is_invalid=True))
         except Exception as error:
             self._handles.pop(number, None)
-            self._refuse(number, error)
+            self._fail([number], error)
         finally:
             del self._starting[number]
 
@@ -85,22 +88,20 @@ class EngineRequests:
         while self._noted:
             numbers[self._noted.popleft()] = None
         found: list[tuple[int, CompletionDelta]] = []
-        failed: list[tuple[int, Exception]] = []
+        failed: dict[Exception, list[int]] = {}
         for number in numbers:
             if (handle := self._handles.get(number)) is None:
                 continue
             try:
                 found += [(number, CompletionDelta.of(each)) for each in handle.arrived()]
-            except Exception as error:  # of a pass; the server tells the client
-                failed.append((number, error))
+            except Exception as error:  # of a pass; the others of it have the same
+                failed.setdefault(error, []).append(number)
             if handle.is_over:
                 del self._handles[number]
         if found:
             self._connection.send(Deltas(found))
-        for number, failure in failed:
-            self._refuse(number, failure)
+        for failure, several in failed.items():
+            self._fail(several, failure)
 
-    def _refuse(self, number: int, error: Exception) -> None:
-        is_invalid = isinstance(error, ConfigError)
-        message = str(error) if is_invalid else f"{type(error).__name__}: {error}"
-        self._connection.send(Refused(number, message, is_invalid))
+    def _fail(self, numbers: list[int], error: Exception) -> None:
+        self._connection.send(Failed(numbers, f"{type(error).__name__}: {error}", self._llm.is_closed))

@@ -1,5 +1,6 @@
 """Errors of requests, as OpenAI's interface tells them."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -20,8 +21,22 @@ class ReplicaGone(Exception):
     """The process that computes has ended, or has not loaded the model yet; the request may be sent again."""
 
 
+class Lost(ReplicaGone):
+    """A replica ended, or a pass of it failed, with requests under way, of which one may be the cause.
+
+    Args:
+        reason: what has happened.
+        requests: as they were named to `Replica`.
+        remedy: added to the message.
+    """
+
+    def __init__(self, reason: str, requests: Sequence[object], remedy: str = "it is started again") -> None:
+        super().__init__(f"{reason}; {remedy}")
+        self.reason, self.requests, self.is_noted = reason, requests, False
+
+
 class RequestFailed(Exception):
-    """The pass of a request failed."""
+    """A request cannot be computed, which is not the client's fault."""
 
 
 class ClientGone(Exception):

@@ -75,11 +75,19 @@ class Embedded(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """A request cannot be computed, or its pass failed: `is_invalid` tells which. Nothing more is heard of it."""
+    """A request cannot be computed, by the client's fault if it `is_invalid`. Nothing more is heard of it."""
 
     number: int
     message: str
     is_invalid: bool
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A pass failed with these requests in it. `is_over`: the model computes no more, and the process ends."""
+
+    numbers: list[int]
+    message: str
+    is_over: bool = False
 
 
 class Counts(msgspec.Struct):
@@ -141,7 +149,7 @@ class Unusable(msgspec.Struct, tag=True):
 
 
 ToEngine = Submit | Embed | Cancel | Close
-FromEngine = Ready | Deltas | Embedded | Refused | Load | Alive | Unusable
+FromEngine = Ready | Deltas | Embedded | Refused | Failed | Load | Alive | Unusable
 
 
 class Connection:

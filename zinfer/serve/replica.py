@@ -10,11 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from zinfer.errors import ConfigError, JobError
 from zinfer.requests.completion import CompletionDelta
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.scheduling.precedence import FIRST_COME, Precedence
-from zinfer.serve.errors import ReplicaGone, RequestFailed
+from zinfer.serve.errors import Lost, ReplicaGone, RequestFailed
 from zinfer.serve.inbox import Inbox
 from zinfer.serve.known_prefixes import KnownPrefixes
 from zinfer.serve.messages import (
@@ -24,6 +26,7 @@ from zinfer.serve.messages import (
     Deltas,
     Embed,
     Embedded,
+    Failed,
     FromEngine,
     Load,
     Ready,
@@ -31,15 +34,18 @@ from zinfer.serve.messages import (
     Submit,
     Unusable,
 )
+from zinfer.serve.tasks import beside
 
 _CLOSE_S: Final = 30.0
-_FIRST_PAUSE_S: Final = 1.0
+_FIRST_PAUSE_S: Final = 1.0  # doubled until the process answers a request
 _LONGEST_PAUSE_S: Final = 60.0
 _MOST_SILENT_S: Final = 60
 """Of a replica that takes requests; then it hangs. The thread that says each second that it lives neither computes nor
 copies, however long a pass takes, and waits for nothing but the interpreter's lock."""
 _MOST_SILENT_LOADING_S: Final = 600
 """Of one that loads: to pin the memory of a large model may take minutes, in one call that keeps the lock."""
+_REPLICA: Final = "ZINFER_REPLICA"
+"""Names the replica in the environment of its processes: ranks have sessions of their own, and outlive their parent."""
 log = logging.getLogger("zinfer.serve")
 
 
@@ -70,13 +76,14 @@ class Replica:
         self._command = command
         self._path = folder / f"replica-{index}.sock"
         self._numbers = itertools.count()
+        self._named: dict[int, object] = {}  # requests under way, as their callers name them
         self._inboxes: dict[int, Inbox] = {}
         self._vectors: dict[int, asyncio.Future[bytes]] = {}
         self._connection: Connection | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._running: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
-        self._was_ready = False
+        self._was_ready = self._has_answered = False
         self._num_received = 0
 
     async def start(self) -> None:
@@ -91,21 +98,30 @@ class Replica:
         await first
 
     async def complete(
-        self, prompt_ids: list[int], params: SamplingParams, precedence: Precedence = FIRST_COME
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        precedence: Precedence = FIRST_COME,
+        *,
+        name: object = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Yield what the ``n`` completions of a prompt get, token by token; leaving it early cancels them.
 
-        Those in the background give way to others, and are yielded whole.
+        Args:
+            precedence: those in the background give way to others, and are yielded whole.
+            name: of the request, in `Lost`.
 
         Raises:
-            ReplicaGone: the process has ended, hangs, or is not ready.
-            RequestFailed: the request's pass failed.
+            Lost: the process ended or hangs, or the request's pass failed.
+            ReplicaGone: the process is not ready.
+            RequestFailed: the request cannot be computed.
             ConfigError: the engine refuses the request.
         """
         if self._connection is None or self.ready is None:
             raise ReplicaGone("the model is loading; try again in a while")
         connection, number, tokens = self._connection, next(self._numbers), len(prompt_ids) + params.most_new_tokens
         inbox = self._inboxes[number] = Inbox()
+        self._named[number] = name
         self._count(tokens, params.n, precedence.is_background)
         connection.send(Submit(number, prompt_ids, params, precedence))
         if not precedence.is_background:
@@ -123,24 +139,25 @@ class Replica:
             raise
         finally:
             self._count(-tokens, -params.n, precedence.is_background)
-            del self._inboxes[number]
+            del self._inboxes[number], self._named[number]
             if num_left:
                 connection.send(Cancel(number))
 
-    async def embed(self, token_ids: list[int]) -> bytes:
-        """Return the vector of a row of tokens, as `Embedded`. Raises ReplicaGone and RequestFailed as `complete`."""
+    async def embed(self, token_ids: list[int], *, name: object = None) -> bytes:
+        """Return the vector of a row of tokens, as `Embedded`. Arguments and errors are those of `complete`."""
         if self._connection is None or self.ready is None:
             raise ReplicaGone("the model is loading; try again in a while")
         connection, number = self._connection, next(self._numbers)
         found: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._vectors[number] = found
+        self._named[number] = name
         self._count(len(token_ids), 1, False)
         connection.send(Embed(number, token_ids))
         try:
             return await found
         finally:
             self._count(-len(token_ids), -1, False)
-            del self._vectors[number]
+            del self._vectors[number], self._named[number]
             if found.cancelled():
                 connection.send(Cancel(number))
 
@@ -154,6 +171,11 @@ class Replica:
         self.outstanding += tokens
         self.num_under_way += sequences
         self.num_background += sequences if is_background else 0
+
+    @property
+    def is_coming_back(self) -> bool:
+        """Whether it is started, or started again."""
+        return self._running is not None and not self._running.done() and not self._closing.is_set()
 
     async def close(self) -> None:
         """End the process; requests under way fail."""
@@ -171,19 +193,23 @@ class Replica:
                 await self._running
 
     async def _run(self, first: "asyncio.Future[None]") -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s = 0.0
         while True:
             try:
                 reason = await self._run_once(first)
             except OSError as error:
                 reason = JobError(f"replica {self.index} cannot be started: {error}")
+            except Exception as error:  # of what its process sent
+                log.exception("zinfer: replica %d failed", self.index)
+                reason = JobError(f"replica {self.index} failed: {type(error).__name__}: {error}")
             if not first.done():
                 first.set_exception(reason)
                 return
             if self._closing.is_set():
                 return
-            self._fail_all(ReplicaGone(f"{reason}; it is started again"))
-            pause_s = _FIRST_PAUSE_S if self._was_ready else min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._lose(str(reason), [*self._named])
+            pause_s = 0.0 if self._has_answered else pause_s
+            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
             log.warning("zinfer: %s; it is started again in %.0f s", reason, pause_s)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), pause_s)
@@ -199,11 +225,16 @@ class Replica:
             if not arrived.done():
                 arrived.set_result(connection)
 
-        self._was_ready = False
+        self._was_ready = self._has_answered = False
         self._path.unlink(missing_ok=True)
         async with await asyncio.start_unix_server(accept, self._path):
             process = self._process = await asyncio.create_subprocess_exec(
-                *self._command, "--socket", str(self._path), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                *self._command,
+                "--socket",
+                str(self._path),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, _REPLICA: str(self._path)},
             )
             try:
                 ending = asyncio.create_task(process.wait())
@@ -217,22 +248,21 @@ class Replica:
                 return told or JobError(f"replica {self.index} {_how_ended(process.returncode)}")
             finally:
                 self._connection = self.ready = self.load = None
-                if process.returncode is None:
-                    process.send_signal(signal.SIGKILL)
-                    await process.wait()
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+                await asyncio.to_thread(_kill_all, str(self._path))
 
     async def _read_watched(
         self, connection: Connection, process: asyncio.subprocess.Process, first: "asyncio.Future[None]"
     ) -> Exception | None:
-        watching = asyncio.create_task(self._kill_if_silent(process))
-        try:
+        hung: list[JobError] = []
+        async with beside(self._kill_if_silent(process, hung)):
             told = await self._read(connection, first)
-            return watching.result() if watching.done() else told
-        finally:
-            watching.cancel()
+        return hung[0] if hung else told
 
-    async def _kill_if_silent(self, process: asyncio.subprocess.Process) -> JobError:
-        """Kill the process, and fail its requests, once nothing has come from it for long; returns what is said of it.
+    async def _kill_if_silent(self, process: asyncio.subprocess.Process, hung: list[JobError]) -> None:
+        """Kill the process, and fail its requests, once nothing has come from it for long; ``hung`` gets the error.
 
         Seconds in which this process was held up too do not count.
         """
@@ -241,12 +271,11 @@ class Replica:
             await asyncio.sleep(1)
             num_silent = num_silent + 1 if self._num_received == num_before else 0
             num_before = self._num_received
-        hung = JobError(f"replica {self.index} has said nothing for {num_silent} s and was killed")
+        hung.append(JobError(f"replica {self.index} has said nothing for {num_silent} s and was killed"))
         self.ready = None
-        self._fail_all(ReplicaGone(f"{hung}; it is started again"))
+        self._lose(str(hung[0]), [*self._named])
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its ranks too
-        return hung
+            os.killpg(process.pid, signal.SIGKILL)
 
     async def _read(self, connection: Connection, first: "asyncio.Future[None]") -> Exception | None:
         """Hand messages to their requests until the connection ends; returns the error that the process told."""
@@ -256,14 +285,19 @@ class Replica:
             match message:
                 case Deltas(deltas):
                     for number, delta in deltas:
+                        self._has_answered |= delta.completion is not None
                         if (inbox := self._inboxes.get(number)) is not None:  # else it was cancelled
                             inbox.put(delta)
                 case Embedded(vectors):
+                    self._has_answered = True
                     for number, vector in vectors:
                         if (found := self._vectors.get(number)) is not None and not found.done():
                             found.set_result(vector)
                 case Refused(number, text, is_invalid):
                     self._fail(number, ConfigError(text) if is_invalid else RequestFailed(text))
+                case Failed(numbers, text, is_over):
+                    self.ready = None if is_over else self.ready  # it ends in a moment
+                    self._lose(text, numbers, *[] if is_over else ["send the request again"])
                 case Load():
                     self.load = message
                 case Ready():
@@ -284,9 +318,22 @@ class Replica:
         elif (found := self._vectors.get(number)) is not None and not found.done():
             found.set_exception(error)
 
-    def _fail_all(self, error: Exception) -> None:
-        for number in [*self._inboxes, *self._vectors]:
-            self._fail(number, error)
+    def _lose(self, reason: str, numbers: Sequence[int], *remedy: str) -> None:
+        """Let requests fail together."""
+        lost = Lost(reason, [self._named[number] for number in numbers if number in self._named], *remedy)
+        for number in numbers:
+            self._fail(number, lost)
+
+
+def _kill_all(replica: str) -> None:
+    """Kill all processes of a replica that are left, which may hold a GPU's memory, and wait until they are gone."""
+    killed = []
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            if each.environ().get(_REPLICA) == replica:
+                each.kill()
+                killed.append(each)
+    psutil.wait_procs(killed, _CLOSE_S)
 
 
 def _how_ended(exit_code: int | None) -> str:

@@ -21,6 +21,7 @@ from zinfer.serve.http_protocol import bounded_protocol
 from zinfer.serve.replica import Replica
 from zinfer.serve.service import Service, ServiceLimits
 from zinfer.serve.service_manager import ServiceManager
+from zinfer.serve.tasks import beside
 
 _DRAIN_S: Final = 60
 _KEEP_ALIVE_S: Final = 75
@@ -160,10 +161,8 @@ async def _serve(service: Service, options: ServerOptions, say: Callable[[str], 
     if service.latency:
         say(service.latency)
     server = _Server(config)
-    announcing = asyncio.create_task(_announce(server, options, sockets, say))
-    await server.serve(sockets or None)
-    announcing.cancel()
-    await asyncio.wait((announcing,))
+    async with beside(_announce(server, options, sockets, say)):
+        await server.serve(sockets or None)
 
 
 def _bind(options: ServerOptions) -> socket.socket:

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from zinfer.errors import ConfigError
 from zinfer.requests.completion import Completion, CompletionDelta
@@ -13,13 +13,21 @@ from zinfer.requests.openai_choice import OpenAIChoices
 from zinfer.scheduling.precedence import Precedence
 from zinfer.serve.admission import Admission
 from zinfer.serve.caller import CALLER
-from zinfer.serve.errors import ApiError, ReplicaGone
-from zinfer.serve.metrics import Metrics
+from zinfer.serve.errors import ApiError, Lost, ReplicaGone, RequestFailed
+from zinfer.serve.metrics import MeasuredRequest, Metrics
 from zinfer.serve.prompts import Encoded, Prompts
 from zinfer.serve.replica import Replica
 from zinfer.serve.replicas import choose
+from zinfer.serve.suspects import Case, Suspects
 
+_T = TypeVar("_T")
 _AGAIN_S: Final = 0.5
+_NEW_WAIT_S: Final = 30.0
+"""Until a new request gets 503 because all replicas are started again; /ready says so at once."""
+_AGAIN_WAIT_S: Final = 600.0
+"""Likewise of a request that a replica has lost: as long as OpenAI's client waits."""
+_FIRST: Final = Precedence(priority=-(1 << 31))
+"""Of a request on trial, for which others wait."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class Service:
         self.began = int(time.time())
         self.is_draining = False
         self.prompts = Prompts(tokenizer, limits.max_prompts)
+        self.suspects = Suspects()
         self._admission = Admission(limits.max_requests, is_shared=limits.is_shared, refused=self.metrics.num_refused)
 
     async def start(self) -> None:
@@ -114,80 +123,126 @@ class Service:
 
         Raises:
             ApiError: they are too many, or the server is ending.
-            ReplicaGone: no replica is ready.
+            ReplicaGone: no replica is ready, and none that is started again becomes so.
         """
         number = sum(each.params.n for each in several)
         if self.is_draining:
             raise ApiError(503, "the server is ending", retry_after_s=1)
-        choose(self.replicas)
         with self._admission.admit(number, CALLER.get()):
+            await self._choose(wait_s=_NEW_WAIT_S)
             yield
 
     async def complete(self, encoded: Encoded) -> AsyncGenerator[CompletionDelta, None]:
         """Yield what the completions of a prompt get, token by token; leaving it early cancels them.
 
+        If the replica ends, or a pass fails, before there is anything, the prompt is tried again.
+
         Raises:
-            ReplicaGone, RequestFailed: as `Replica.complete`.
+            Lost: the replica ended, or a pass failed, after a part of the answer.
+            ReplicaGone: no replica is ready.
+            RequestFailed: the prompt cannot be computed, or is what ends replicas.
             ConfigError: the engine refuses the prompt.
         """
         self.check_task(embeds=False)
-        with self.metrics.request(encoded) as measured:
-            has_begun = False
+        case, has_begun = Case(), False
+        with self.metrics.request(encoded) as measured, self.suspects.under_way(case):
             while True:
-                replica = choose(self.replicas, encoded.prompt_ids, encoded.params.most_new_tokens)
-                measured.begin(replica.index)
+                await self.suspects.turn(case)
                 try:
-                    async with aclosing(
-                        replica.complete(encoded.prompt_ids, encoded.params, encoded.precedence)
-                    ) as deltas:
+                    async with aclosing(self._attempt(encoded, case, measured)) as deltas:
                         async for delta in deltas:
                             has_begun = True
-                            measured.add(delta)
-                            if delta.completion is not None and delta.completion.error is not None:
-                                raise ConfigError(delta.completion.error)
                             yield delta
                     return
-                except ReplicaGone:  # another one takes a request that has got nothing yet
-                    if has_begun or all(each.ready is None for each in self.replicas):
+                except Lost as lost:
+                    self.suspects.note(lost, case)
+                    if has_begun:
                         raise
+
+    async def completions(self, encoded: Encoded) -> list[Completion]:
+        """Return the completions of a prompt, in order. Errors are those of `complete`, but for `Lost`."""
+        self.check_task(embeds=False)
+        with self.metrics.request(encoded) as measured:
+            return await self._tried(Case(), lambda case: _whole(self._attempt(encoded, case, measured)))
 
     async def embed(self, encoded: Encoded) -> bytes:
         """Return a row's vector, as `Replica.embed`.
 
         Raises:
-            ReplicaGone, RequestFailed: as `Replica.embed`.
+            ReplicaGone: no replica is ready.
+            RequestFailed: as `complete`.
         """
         with self.metrics.request(encoded) as measured:
-            while True:
-                replica = choose(self.replicas)
+
+            async def attempt(case: Case) -> bytes:
+                replica = await self._choose(wait_s=_AGAIN_WAIT_S)
                 measured.begin(replica.index)
-                try:
-                    return await replica.embed(encoded.prompt_ids)
-                except ReplicaGone:
-                    if all(each.ready is None for each in self.replicas):
-                        raise
+                return await replica.embed(encoded.prompt_ids, name=case)
 
-    async def completions(self, encoded: Encoded) -> list[Completion]:
-        """Return the completions of a prompt, in order. Errors are those of `complete`."""
-        async with aclosing(self.complete(encoded)) as deltas:
-            return await _whole(deltas)
+            return await self._tried(Case(), attempt)
 
-    async def complete_in_background(self, encoded: Encoded) -> list[Completion]:
+    async def complete_in_background(self, encoded: Encoded, case: Case) -> list[Completion]:
         """Return the completions of a prompt that gives way to all others; it waits for a replica that is ready.
 
         Raises:
-            RequestFailed: as `Replica.complete`.
+            RequestFailed: as `complete`.
         """
+
+        async def attempt(case: Case) -> list[Completion]:
+            while True:
+                try:
+                    replica = choose(self.replicas)
+                    precedence = _FIRST if case.is_suspect else Precedence(is_background=True)
+                    return await _whole(replica.complete(encoded.prompt_ids, encoded.params, precedence, name=case))
+                except Lost:
+                    raise
+                except ReplicaGone:
+                    await asyncio.sleep(_AGAIN_S)
+
+        return await self._tried(case, attempt)
+
+    async def _tried(self, case: Case, attempt: Callable[[Case], Awaitable[_T]]) -> _T:
+        """Return what an attempt does, of several if replicas end meanwhile."""
+        with self.suspects.under_way(case):
+            while True:
+                await self.suspects.turn(case)
+                try:
+                    return await attempt(case)
+                except Lost as lost:
+                    self.suspects.note(lost, case)
+
+    async def _attempt(
+        self, encoded: Encoded, case: Case, measured: MeasuredRequest
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Yield what one replica gives."""
+        replica = await self._choose(encoded, wait_s=_AGAIN_WAIT_S)
+        measured.begin(replica.index)
+        precedence = encoded.precedence._replace(priority=_FIRST.priority) if case.is_suspect else encoded.precedence
+        deltas = replica.complete(encoded.prompt_ids, encoded.params, precedence, name=case)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                self.suspects.advance(case, len(delta.token_ids))
+                measured.add(delta)
+                if (done := delta.completion) is not None and done.error is not None:
+                    raise ConfigError(done.error) if done.is_invalid else RequestFailed(done.error)
+                yield delta
+
+    async def _choose(self, encoded: Encoded | None = None, *, wait_s: float) -> Replica:
+        """Return a replica that is ready, perhaps once one that is started again is so; raises as `choose`."""
+        until_s = time.monotonic() + wait_s
         while True:
             try:
-                replica = choose(self.replicas)
-                deltas = replica.complete(encoded.prompt_ids, encoded.params, Precedence(is_background=True))
-                async with aclosing(deltas):
-                    return await _whole(deltas)
+                if encoded is None:
+                    return choose(self.replicas)
+                return choose(self.replicas, encoded.prompt_ids, encoded.params.most_new_tokens)
             except ReplicaGone:
-                await asyncio.sleep(_AGAIN_S)
+                is_coming = any(each.is_coming_back for each in self.replicas) and not self.is_draining
+                if not is_coming or time.monotonic() > until_s:
+                    raise
+            await asyncio.sleep(_AGAIN_S)
 
 
 async def _whole(deltas: AsyncGenerator[CompletionDelta, None]) -> list[Completion]:
-    found = [delta.completion async for delta in deltas if delta.completion is not None]
+    async with aclosing(deltas):
+        found = [delta.completion async for delta in deltas if delta.completion is not None]
     return sorted(found, key=lambda each: each.sample_index)
