@@ -38,6 +38,7 @@ class Completion:
         seed: of its draws: a request for one completion with it gets the same tokens. None: it was greedy.
         stop_reason: the member of ``stop`` or ``stop_token_ids`` that ended it; None if something else did, such as an
             end token of the model.
+        is_invalid: whether its error is the request's, not the model's.
     """
 
     prompt_index: int
@@ -50,11 +51,12 @@ class Completion:
     stop_reason: int | str | None = None
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     seed: int | None = None
+    is_invalid: bool = False
 
     @classmethod
     def failed(cls, prompt_index: int, sample_index: int, error: str) -> Self:
-        """Return the completion of a request that failed before it began."""
-        return cls(prompt_index, sample_index, "", (), "error", error=error)
+        """Return the completion of a request that was refused before it began."""
+        return cls(prompt_index, sample_index, "", (), "error", error=error, is_invalid=True)
 
 
 @dataclass(frozen=True)
