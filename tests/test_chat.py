@@ -1,5 +1,6 @@
 """`zinfer chat` in a pseudo-terminal, as a person uses it, and with lines of a pipe."""
 
+import json
 import os
 import re
 import signal
@@ -72,7 +73,7 @@ def said(llm: LLM, *messages: tuple[str, str]) -> str:
     return llm.generate(asked, max_new_tokens=9)[0].text
 
 
-def test_a_talk_has_its_history_until_it_is_reset(server: Server, llm: LLM) -> None:
+def test_a_talk_has_its_history_until_it_is_reset(server: Server, llm: LLM, tmp_path: Path) -> None:
     child = spawn("--url", server.url, "--api-key", KEY, *GREEDY)
     first = said(llm, ("user", "hello"))
     assert ask(child, "hello") == first
@@ -82,11 +83,17 @@ def test_a_talk_has_its_history_until_it_is_reset(server: Server, llm: LLM) -> N
     assert ask(child, "more") == said(llm, ("user", "more"))
     command(child, "/system be kind", "with this system message")
     assert ask(child, "more") == said(llm, ("system", "be kind"), ("user", "more"))
+    again = said(llm, ("system", "be kind"), ("user", "more"))
+    assert ask(child, "/regenerate") == again
+    command(child, f"/save {tmp_path / 'saved.json'}", "The conversation is in")
+    command(child, f"/save {tmp_path / 'saved.json'}", "cannot be written: File exists; give another file")
+    messages = [("system", "be kind"), ("user", "more"), ("assistant", again)]
+    assert json.loads((tmp_path / "saved.json").read_text()) == {
+        "messages": [{"role": role, "content": text} for role, text in messages]
+    }
     command(child, "/sistem", "There is no command /sistem; /help lists them")
     command(child, "/help", "/system TEXT")
-    child.expect_exact("\x1b[?2004h")
-    child.sendeof()
-    child.expect(pexpect.EOF)
+    command(child, "exit", pexpect.EOF)
     child.close()
     assert child.exitstatus == 0
 

@@ -1,10 +1,12 @@
 """`Chat`: questions, answers and commands of one conversation."""
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from pathlib import Path
 from typing import Final
 
 from zinfer.chat.client import ChatClient
@@ -13,9 +15,13 @@ from zinfer.errors import ConfigError, JobError
 
 _HELP: Final = """\
 /reset         forget the conversation
+/regenerate    answer the last question again
+/save FILE     write the conversation to a JSON file, as the messages of a request
 /system TEXT   begin each conversation with this system message; without a text: with none
-/exit          end (or Ctrl-D)
+/exit          end (or exit, or Ctrl-D)
 Ctrl-C ends an answer, Alt-Enter begins a new line. A message that begins with '/' needs a blank before it."""
+
+_WORDS_TO_END: Final = ("exit", "quit")
 
 
 class Chat:
@@ -42,8 +48,10 @@ class Chat:
         """
         self._terminal.note(f"{self._client.model}: /help lists the commands")
         while (line := await self._terminal.read()) is not None:
+            if line.strip() in _WORDS_TO_END and self._terminal.is_interactive:
+                return
             if line.startswith("/"):
-                if not self._command(*line[1:].strip().split(maxsplit=1)):
+                if not await self._command(*line[1:].strip().split(maxsplit=1)):
                     return
             elif line.strip():
                 await self._ask(line)
@@ -53,7 +61,7 @@ class Chat:
         if self._answering is not None:
             self._answering.cancel()
 
-    def _command(self, name: str = "", text: str | None = None) -> bool:
+    async def _command(self, name: str = "", text: str | None = None) -> bool:
         """Do what a command says; returns whether the chat goes on."""
         match name:
             case "exit":
@@ -61,6 +69,10 @@ class Chat:
             case "reset":
                 self.messages.clear()
                 self._terminal.note("The conversation begins anew.")
+            case "regenerate":
+                await self._regenerate()
+            case "save":
+                self._save(text)
             case "system":
                 self._system = text
                 self.messages.clear()
@@ -72,7 +84,30 @@ class Chat:
                 self._terminal.complain(f"There is no command /{name}; /help lists them.")
         return True
 
-    async def _ask(self, question: str) -> None:
+    async def _regenerate(self) -> None:
+        """Answer the last question again; the former answer returns if that fails."""
+        if not self.messages:
+            self._terminal.complain("There is no question yet.")
+            return
+        former = self.messages[-2:]  # a question and its answer
+        del self.messages[-2:]
+        if not await self._ask(former[0]["content"]):
+            self.messages += former
+
+    def _save(self, path: str | None) -> None:
+        if path is None:
+            self._terminal.complain("/save needs the name of a file.")
+            return
+        try:
+            with Path(path).expanduser().open("x", encoding="utf-8") as file:
+                json.dump({"messages": self._with_system()}, file, ensure_ascii=False, indent=1)
+        except OSError as error:
+            self._terminal.complain(f"{path} cannot be written: {error.strerror}; give another file.")
+            return
+        self._terminal.note(f"The conversation is in {path}.")
+
+    async def _ask(self, question: str) -> bool:
+        """Add a question and its answer; false: there was no answer, and neither is added."""
         self.messages.append({"role": "user", "content": question})
         parts: list[str] = []
         self._answering = asyncio.create_task(self._answer(parts))
@@ -89,13 +124,17 @@ class Chat:
             if not isinstance(error, ConfigError | JobError) or not self._terminal.is_interactive:
                 raise error
             self._terminal.complain(str(error))
-            return
+            return False
         self.messages.append({"role": "assistant", "content": "".join(parts)})
+        return True
+
+    def _with_system(self) -> list[dict[str, str]]:
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, *self.messages]
 
     async def _answer(self, parts: list[str]) -> None:
         began_s, first_s, num_tokens = time.monotonic(), None, None
-        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-        async with aclosing(self._client.answer([*messages, *self.messages])) as answer:
+        async with aclosing(self._client.answer(self._with_system())) as answer:
             async for part in answer:
                 if part.text and first_s is None:
                     first_s = time.monotonic() - began_s
