@@ -280,3 +280,27 @@ def test_settings_that_do_not_work_end_the_command(model: Path, tmp_path: Path, 
     assert process.returncode in (1, 2)
     assert words in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--port", "TAKEN"], "another program listens there; end it, or give another --port (0: any that is free)"),
+        (["--port", "0", "--host", "nohost.invalid"], "cannot listen on nohost.invalid port 0: "),
+        (["--uds", "/nonexistent/a"], "--uds /nonexistent/a: there is no folder /nonexistent; make it"),
+        (["--uds", "a" * 108], "has more than 107 bytes; give a shorter path"),
+        (
+            ["--ssl-certfile", "/nonexistent", "--ssl-keyfile", "/nonexistent"],
+            "/nonexistent cannot be used: No such file",
+        ),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_named(model: Path, tmp_path: Path, options: list[str], words: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = [str(taken.getsockname()[1]) if each == "TAKEN" else each for each in options]
+        process = start(["serve", "--model", str(model), "--device", "cpu", *given], tmp_path, warm=True)
+        said = process.stderr.read()
+        assert process.wait(timeout=60) == 2
+    assert said.startswith("zinfer: error: ")
+    assert words in said
+    assert said.count("\n") == 1

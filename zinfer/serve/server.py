@@ -1,6 +1,7 @@
 """Runs a server: the replicas' processes, and the HTTP application in this one."""
 
 import asyncio
+import errno
 import logging
 import resource
 import signal
@@ -14,6 +15,7 @@ from typing import Any, Final
 import uvicorn
 import uvloop
 
+from zinfer.errors import ConfigError
 from zinfer.nvme.temporary_folder import temporary_folder
 from zinfer.serve import files_folder
 from zinfer.serve.app import MOST_BODY_BYTES, MOST_FILE_BYTES, make_app
@@ -24,6 +26,7 @@ from zinfer.serve.service_manager import ServiceManager
 from zinfer.serve.tasks import beside
 
 _DRAIN_S: Final = 60
+_MAX_SOCKET_PATH_BYTES: Final = 107  # of Linux
 _KEEP_ALIVE_S: Final = 75
 """Seconds for which a connection stays open without a request: longer than clients and proxies keep one in their pools,
 which else may send on a connection that is being closed (httpx keeps them for 5 s, many proxies for 60)."""
@@ -111,9 +114,8 @@ def serve(
         say: told where the server listens, once it does.
 
     Raises:
-        ConfigError: the folder of files cannot be used, or another server uses it.
+        ConfigError: the folder of files cannot be used, or another server uses it; the address cannot be used.
         ConfigError, JobError: a replica did not start.
-        OSError: the address cannot be used.
     """
     _raise_file_limit()
     own = nullcontext() if options.folder is None else files_folder.locked(options.folder)
@@ -148,7 +150,13 @@ async def _serve(service: Service, options: ServerOptions, say: Callable[[str], 
         timeout_graceful_shutdown=options.drain_s,
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
-    config.load()  # TLS files and addresses are refused before the model is loaded
+    try:
+        config.load()  # TLS files and addresses are refused before the model is loaded
+    except OSError as error:
+        files = f"--ssl-certfile {options.certificate} and --ssl-keyfile {options.key_file}"
+        raise ConfigError(f"{files} cannot be used: {error.strerror or error}; give PEM files of one pair") from error
+    if options.uds is not None:
+        _check_socket_path(options.uds)
     sockets = [] if options.uds is not None else [_bind(options)]
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
@@ -167,7 +175,22 @@ async def _serve(service: Service, options: ServerOptions, say: Callable[[str], 
 
 def _bind(options: ServerOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except OSError as error:
+        reason, remedy = error.strerror or str(error), "give another --host"
+        if error.errno == errno.EADDRINUSE:
+            reason, remedy = "another program listens there", "end it, or give another --port (0: any that is free)"
+        elif error.errno in (errno.EACCES, errno.EPERM):
+            remedy = "give a --port of at least 1024, or the right to use this one"
+        raise ConfigError(f"cannot listen on {options.host} port {options.port}: {reason}; {remedy}") from error
+
+
+def _check_socket_path(path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--uds {path}: there is no folder {path.absolute().parent}; make it, or give another path")
+    if len(str(path).encode()) > _MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(f"--uds {path} has more than {_MAX_SOCKET_PATH_BYTES} bytes; give a shorter path")
 
 
 def _raise_file_limit() -> None:
@@ -187,5 +210,7 @@ async def _announce(
     else:
         scheme = "http" if options.certificate is None else "https"
         host = f"[{options.host}]" if ":" in options.host else options.host
-        say(f"serving {options.names[0]} on {scheme}://{host}:{sockets[0].getsockname()[1]}/v1")
+        url = f"{scheme}://{host}:{sockets[0].getsockname()[1]}"
+        say(f"serving {options.names[0]} on {url}/v1")
+        say(f"open {url}/ in a browser: a chat, and what the server does; {url}/docs lists its routes")
     await ServiceManager().watch()
