@@ -55,9 +55,10 @@ def opened(browser: Any, server: Server, **options: Any) -> tuple[Any, list[str]
 
     page.on("request", note_request)
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    # 401 before the key is given, 404 without files
+    # 401 before the key is given, 400 of a prompt that is refused
     page.on(
-        "console", lambda said: wrong.append(said.text) if said.type == "error" and " 40" not in said.text else None
+        "console",
+        lambda said: wrong.append(said.text) if said.type == "error" and not re.search("40[01]", said.text) else None,
     )
     page.goto(server.url)
     return page, wrong
@@ -106,6 +107,33 @@ def test_the_page_asks_for_a_key_and_shows_what_the_server_does(browser: Any, se
     has_text(page, "#answer", "128")
     assert page.get_attribute("#answer", "class") == "bad"
     assert wrong == []
+
+
+@pytest.mark.slow
+def test_a_chat_has_several_turns_and_a_system_message(browser: Any, model: Path, tmp_path: Path) -> None:
+    """On a server without files, whose page asks for nothing that is not there."""
+    with serving(model, tmp_path) as server, LLM(str(model), device="cpu") as llm:
+        page, wrong = opened(browser, server)
+        enter(page)
+        has_text(page, "#state", "^ready$")
+        page.fill("#temperature", "0")
+        page.fill("#most", "9")
+        page.fill("#system", "ab")
+        messages = [{"role": "system", "content": "ab"}]
+        for question in ("hello", "more"):
+            page.fill("#prompt", question)
+            page.press("#prompt", "Control+Enter")
+            has_text(page, "#timing", "tokens in")
+            messages.append({"role": "user", "content": question})
+            (answer,) = llm.generate([messages], max_new_tokens=9)
+            assert page.text_content("#answer") == answer.text
+            messages.append({"role": "assistant", "content": answer.text})
+        assert page.locator("#turns li").all_text_contents() == [each["content"] for each in messages[1:3]]
+        page.click("#anew")
+        assert page.locator("#turns li").count() == 0
+        page.goto(f"{server.url}/docs")
+        has_text(page, "#routes", "POST /v1/chat/completions.*messagesrequiredlist of object")
+        assert wrong == []
 
 
 @pytest.mark.slow

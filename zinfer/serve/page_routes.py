@@ -32,6 +32,10 @@ def page_routes() -> APIRouter:
     def page() -> FileResponse:
         return _answer(files["index.html"])
 
+    @router.get("/docs")
+    def docs() -> FileResponse:
+        return _answer(files["docs.html"])
+
     @router.get(PATH + "{name}")
     def part(name: str) -> FileResponse:
         if name not in files:
@@ -43,7 +47,7 @@ def page_routes() -> APIRouter:
 
 def is_page(method: str, path: str) -> bool:
     """Whether a request is for a file of the page."""
-    return method in ("GET", "HEAD") and (path == "/" or path.startswith(PATH))
+    return method in ("GET", "HEAD") and (path in ("/", "/docs") or path.startswith(PATH))
 
 
 def _answer(path: Path) -> FileResponse:

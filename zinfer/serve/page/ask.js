@@ -3,7 +3,7 @@
 // Returns the number of tokens; an Error has the server's own words. `call.signal` ends the request on the server too.
 export async function ask(call, take) {
   const isChat = call.kind === "chat";
-  const asked = isChat ? { messages: [{ role: "user", content: call.prompt }] } : { prompt: call.prompt };
+  const asked = isChat ? { messages: call.messages } : { prompt: call.prompt };
   const answer = await fetch(isChat ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...call.headers },

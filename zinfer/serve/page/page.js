@@ -23,7 +23,7 @@ async function get(path) {
 
 const chart = new Chart(at("generated-line"), at("computed-line"));
 let before = null;
-let hasBatches = true;
+let hasBatches = null; // until the server's routes are known
 
 const sum = (items, value) => items.reduce((total, each) => total + value(each), 0);
 
@@ -114,11 +114,8 @@ async function look() {
       document.title = `${models.data[0].id} – zinfer`;
     }
     showLoad(await get("load"));
-    if (hasBatches) {
-      const batches = await get("v1/batches?limit=20");
-      hasBatches = batches !== null;
-      if (hasBatches) showBatches(batches.data);
-    }
+    hasBatches ??= "/v1/batches" in (await get("openapi.json")).paths;
+    if (hasBatches) showBatches((await get("v1/batches?limit=20")).data);
     at("entry").hidden = true;
     at("page").hidden = false;
   } catch (error) {
@@ -150,6 +147,30 @@ at("entry").addEventListener("submit", (event) => {
 });
 
 let sending = null;
+let turns = []; // the messages of the chat so far, without the system message
+
+function showTurns() {
+  at("turns").replaceChildren(...turns.map((each) => {
+    const turn = document.createElement("li");
+    turn.className = each.role;
+    turn.append(each.content);
+    return turn;
+  }));
+}
+
+at("anew").addEventListener("click", () => {
+  turns = [];
+  showTurns();
+  show("answer", "");
+  show("timing", "");
+  at("prompt").focus();
+});
+
+at("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+  event.preventDefault();
+  if (!at("send").disabled) at("try").requestSubmit();
+});
 
 // The number of a field; undefined, which no request has, if it is empty.
 function stated(id) {
@@ -164,14 +185,18 @@ at("try").addEventListener("submit", async (event) => {
   at("send").disabled = true;
   at("stop").disabled = false;
   at("answer").className = "";
+  showTurns();
   show("answer", "");
   show("timing", "");
+  const kind = at("kind").value, asked = { role: "user", content: at("prompt").value };
+  const system = at("system").value ? [{ role: "system", content: at("system").value }] : [];
   const began = performance.now();
   let first = null;
   const elapsed = (end) => seconds((end - began) / 1000);
   try {
     const options = { temperature: stated("temperature"), max_tokens: stated("most") };
-    const call = { kind: at("kind").value, prompt: at("prompt").value, options, headers: headers(), signal: sending.signal };
+    const messages = [...system, ...turns, asked];
+    const call = { kind, messages, prompt: asked.content, options, headers: headers(), signal: sending.signal };
     const numTokens = await ask(call, (text) => {
       if (text && first === null) first = performance.now();
       at("answer").append(text);
@@ -186,6 +211,8 @@ at("try").addEventListener("submit", async (event) => {
       at("answer").append(error.message);
     }
   }
+  if (kind === "chat" && first !== null) turns = [...turns, asked, { role: "assistant", content: at("answer").textContent }];
+  at("prompt").select();
   at("send").disabled = false;
   at("stop").disabled = true;
 });
