@@ -121,7 +121,9 @@ def test_files_are_listed_in_the_order_that_is_asked_for(tmp_path: Path) -> None
 
 def test_no_page_loads_scripts_of_other_hosts(tmp_path: Path) -> None:
     app = app_in(tmp_path)
-    assert [ask(app, "GET", path).status_code for path in ("/docs", "/redoc", "/openapi.json")] == [404, 404, 200]
+    assert [ask(app, "GET", path).status_code for path in ("/docs", "/redoc", "/openapi.json")] == [200, 404, 200]
+    assert "default-src 'none'" in ask(app, "GET", "/docs").headers["content-security-policy"]
+    assert "://" not in ask(app, "GET", "/docs").text
 
 
 def test_no_request_forges_lines_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,3 +169,10 @@ def test_head_is_answered_as_get(tmp_path: Path, path: str) -> None:
     app = app_in(tmp_path)
     assert [ask(app, method, path).status_code for method in ("HEAD", "GET")] == [200, 200]
     assert ask(app, "HEAD", "/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/responses"), ("GET", "/v1/responses/resp_1/input_items")])
+def test_the_responses_interface_names_the_one_to_use(tmp_path: Path, method: str, path: str) -> None:
+    answer = ask(app_in(tmp_path), method, path)
+    assert answer.status_code == 501
+    assert "use /v1/chat/completions" in answer.json()["error"]["message"]

@@ -48,6 +48,12 @@ def openai_routes(service: Service) -> APIRouter:
         with asked.body.names.told():
             return await _answer(request, asked.body, await _completion_call(service, asked))
 
+    @router.api_route("/v1/responses", methods=["GET", "POST"], include_in_schema=False)
+    @router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    async def responses(rest: str = "") -> None:
+        remedy = "use /v1/chat/completions, which OpenAI's client calls by client.chat.completions.create"
+        raise ApiError(501, f"/v1/responses is not supported; {remedy}", code="not_supported")
+
     return router
 
 
