@@ -28,6 +28,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (chat("", max_new_tokens=1), "unknown field 'max_new_tokens'; did you mean 'max_tokens'?"),
     *((chat("", **{f"guided_{kind}": "x"}), f"'guided_{kind}'; give structured_outputs an object with {kind!r} instead")
       for kind in ("json", "regex", "choice", "grammar")),
+    (text("", continue_final_message=True), "continue_final_message is for the messages of a chat"),
+    (chat("", continue_final_message=True, add_generation_prompt=True), "are both true"),
+    (chat("", add_special_tokens=1), "add_special_tokens must be true or false, not 1"),
     (chat("", echo=False), "unknown field 'echo'; known fields: model, user, metadata"),
     (text("", messages=HI), "unknown field 'messages'"),
     (text("", top_logprobs=1), "unknown field 'top_logprobs'; did you mean 'logprobs'?"),

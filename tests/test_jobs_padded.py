@@ -232,7 +232,8 @@ def test_texts_longer_than_the_tokenizers_own_limit_are_nothing_to_warn_of(monke
     tokenizer.model_max_length = 4
     encoder = PromptEncoder(tokenizer, 131)
     assert len(encoder.encode("a" * 9, SamplingParams())[0]) == 9
-    assert encoder.encode_texts(["a" * 9]) == [{"prompt_token_ids": tokenizer("a" * 9, verbose=False).input_ids}]
+    encoded = encoder.encode_texts([("a" * 9, SamplingParams())])
+    assert encoded == [{"prompt_token_ids": tokenizer("a" * 9, verbose=False).input_ids}]
     assert encoder.bad_word_ids(SamplingParams(bad_words=("a" * 9,)))
     assert said == []
     tokenizer("a" * 9)

@@ -321,11 +321,12 @@ def test_texts_are_encoded_together_and_a_refused_one_stops_no_other() -> None:
     with LLM(DEMO / "model", device="cpu", kv_cache_memory="8MB") as llm:
         encoder = PromptEncoder(llm.tokenizer, 100, LengthLimits())
         chat = [{"role": "user", "content": "1+2="}]
-        encoded = encoder.encode_texts([*texts, chat])
+        usual = SamplingParams()
+        encoded = encoder.encode_texts([(each, usual) for each in [*texts, chat]])
         assert encoded[4] == chat
         assert encoded[0] == {"prompt_token_ids": llm.tokenizer("123+456=").input_ids}
         with_refused = [*texts, "\ud800", 3]
-        assert encoder.encode_texts(with_refused) == with_refused
+        assert encoder.encode_texts([(each, usual) for each in with_refused]) == with_refused
         alone = [llm.generate([text], SamplingParams(max_new_tokens=8))[0] for text in with_refused]
         for several in (texts, with_refused):
             found = llm.generate(several, SamplingParams(max_new_tokens=8))

@@ -53,6 +53,7 @@ def test_ranges(name: str, lowest: float, highest: float, below: float, above: f
     sorted(
         {field.name for field in fields(SamplingParams)}
         - {"max_new_tokens", "logprobs", "prompt_logprobs", "seed", "allowed_token_ids", "structured_outputs"}
+        - {"add_special_tokens", "add_generation_prompt", "continue_final_message"}
     ),
 )
 def test_only_what_may_be_absent_may_be_none(name: str) -> None:

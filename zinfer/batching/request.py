@@ -144,7 +144,7 @@ class RequestBuilder:
         for begin in range(0, len(pairs), _PROMPTS_AT_ONCE):
             several = pairs[begin : begin + _PROMPTS_AT_ONCE]
             with self._lock:
-                encoded = self._encoder.encode_texts([prompt for prompt, _ in several])
+                encoded = self._encoder.encode_texts(several)
             for index, (prompt, (_, own)) in enumerate(zip(encoded, several, strict=True), begin):
                 try:
                     grammar = self._grammar(own)  # before the lock: it may take seconds

@@ -1,11 +1,12 @@
 """Encode and validate prompts: text, the messages of a chat, or token ids.
 
-Text gets the tokenizer's special tokens; a chat template writes its own. An empty text becomes the tokenizer's bos
-token, or is refused if there is none.
+Text gets the tokenizer's special tokens, but no second bos token; a chat template writes its own. An empty text becomes
+the tokenizer's bos token, or is refused if there is none. A chat's last message is continued if it is the assistant's.
 """
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -32,9 +33,12 @@ _TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.t
 _OWN_VARIABLES: Final = frozenset(
     {
         *("conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
-        *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+        "return_assistant_tokens_mask",
     }
 )
+_TURN: Final = ("add_generation_prompt", "continue_final_message")
+_USUAL: Final = SamplingParams()
+log = logging.getLogger("zinfer")
 
 _STRFTIME_NOW: Final = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
@@ -68,6 +72,7 @@ class PromptEncoder:
         self._vocab_size = vocab_size
         self._limits = limits
         self._templates = ChatTemplates()
+        self._says_bos = True
 
     @property
     def template_hash(self) -> str:
@@ -79,20 +84,26 @@ class PromptEncoder:
         """End the process that renders chats, if it runs."""
         self._templates.close()
 
-    def encode_texts(self, prompts: Sequence[PromptLike]) -> list[PromptLike]:
+    def encode_texts(self, pairs: Sequence[tuple[PromptLike, SamplingParams]]) -> list[PromptLike]:
         """Replace texts by token ids in one call, which a fast tokenizer spreads over threads.
 
-        Empty texts stay unchanged, and all texts if the tokenizer refuses one; `encode` reports the error.
+        Empty texts stay unchanged, those whose params say how they are encoded, and all texts if the tokenizer refuses
+        one; `encode` reports the error.
         """
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        usual = [isinstance(prompt, str) and _is_usual(params) for prompt, params in pairs]
+        texts = [str(prompt) for (prompt, _), is_usual in zip(pairs, usual, strict=True) if is_usual]
+        prompts = [prompt for prompt, _ in pairs]
         if self.tokenizer is None or not texts:
-            return list(prompts)
+            return prompts
         try:
             encoded: Iterator[list[int]] = iter(self.tokenizer(texts, verbose=False).input_ids)
         except (TypeError, ValueError):
-            return list(prompts)
-        each = ((prompt, next(encoded) if isinstance(prompt, str) else []) for prompt in prompts)
-        return [{"prompt_token_ids": token_ids} if token_ids else prompt for prompt, token_ids in each]
+            return prompts
+        found = [
+            self._with_one_bos(str(prompt), next(encoded)) if is_usual else []
+            for prompt, is_usual in zip(prompts, usual, strict=True)
+        ]
+        return [{"prompt_token_ids": ids} if ids else prompt for prompt, ids in zip(prompts, found, strict=True)]
 
     def encode(
         self,
@@ -108,7 +119,7 @@ class PromptEncoder:
         Raises:
             ConfigError: the prompt or its params are invalid; gives the remedy.
         """
-        token_ids = self._token_ids(prompt, variables, tools, self._limits.prompt_limit)
+        token_ids = self._token_ids(prompt, params, variables, tools, self._limits.prompt_limit)
         self._check_tokens(token_ids, is_given=isinstance(prompt, Mapping))
         if params.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; give stop_token_ids instead")
@@ -124,7 +135,7 @@ class PromptEncoder:
 
     def tokenize(self, prompt: PromptLike) -> list[int]:
         """Return the prompt's tokens, however many. Raises ConfigError as `encode`, but for lengths."""
-        return self._token_ids(prompt, None, None, None)
+        return self._token_ids(prompt, _USUAL, None, None, None)
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each bad word. Raises ConfigError for a word without tokens."""
@@ -148,6 +159,7 @@ class PromptEncoder:
     def _token_ids(
         self,
         prompt: PromptLike,
+        params: SamplingParams,
         variables: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None,
         limit: Limit | None,
@@ -163,17 +175,25 @@ class PromptEncoder:
             raise ConfigError(f"a prompt is text, the messages of a chat or token ids, not a {type(prompt).__name__}")
         if self.tokenizer is None:
             raise ConfigError(f"the model's folder has no tokenizer; {NO_TOKENIZER}")
+        adds_special = params.add_special_tokens
         if isinstance(prompt, str):
-            return self._encode_text(prompt, limit)
+            if (name := next((each for each in _TURN if getattr(params, each) is not None), None)) is not None:
+                raise ConfigError(f"{name} is for the messages of a chat, and the prompt is a text; leave it out")
+            return self._encode_text(prompt, limit, adds_special=adds_special)
         if not all(isinstance(message, Mapping) for message in prompt):
             raise ConfigError("a list is the messages of a chat; give token ids as {'prompt_token_ids': [...]}")
-        return self._encode_text(self._render(prompt, variables or {}, tools), limit, adds_special=False)
+        return self._encode_text(
+            self._render(prompt, params, variables or {}, tools), limit, adds_special=bool(adds_special)
+        )
 
-    def _encode_text(self, text: str, limit: Limit | None, *, adds_special: bool = True) -> list[int]:
-        """Encode a text; an empty one becomes the bos token, and one far beyond the limit is refused."""
+    def _encode_text(self, text: str, limit: Limit | None, *, adds_special: bool | None) -> list[int]:
+        """Encode a text; an empty one becomes the bos token, and one far beyond the limit is refused.
+
+        ``adds_special`` None: special tokens are added, but no second bos token.
+        """
         tokenizer = self.tokenizer
         # Not verbose: the tokenizer warns by its own length limit; the model's is checked later.
-        encode = partial(tokenizer, add_special_tokens=adds_special, verbose=False)
+        encode = partial(tokenizer, add_special_tokens=adds_special is not False, verbose=False)
         try:
             if limit is not None:
                 check_beginning(text, limit, lambda part: encode(part).input_ids)
@@ -183,18 +203,33 @@ class PromptEncoder:
         except (TypeError, ValueError) as error:  # for example a lone surrogate
             raise ConfigError(f"the tokenizer refuses the prompt: {error}") from error
         if token_ids:
-            return token_ids
+            return self._with_one_bos(text, token_ids) if adds_special is None else token_ids
         if tokenizer.bos_token_id is None:
             raise ConfigError("the prompt has no tokens, and the tokenizer has no bos token to begin with")
         return [tokenizer.bos_token_id]
 
+    def _with_one_bos(self, text: str, token_ids: list[int]) -> list[int]:
+        """Return a text's tokens without the bos token that the tokenizer put before the text's own."""
+        bos, bos_id = self.tokenizer.bos_token, self.tokenizer.bos_token_id
+        if bos_id is None or token_ids[:2] != [bos_id, bos_id] or not text.startswith(bos):
+            return token_ids
+        if self._says_bos:
+            self._says_bos = False
+            log.warning(
+                "a prompt begins with %s already, as rendered chats do, and gets no second one; add_special_tokens as "
+                "true adds it",
+                bos,
+            )
+        return token_ids[1:]
+
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
-        """Render a chat with its generation prompt; `strftime_now("...")` returns `now`."""
+        """Render a chat; `strftime_now("...")` returns `now`."""
         template = self.chat_template(tools)
         plain = [_with_plain_content(each, number) for number, each in enumerate(with_objects(messages), start=1)]
         if own := sorted(_OWN_VARIABLES.intersection(variables)):
@@ -203,8 +238,9 @@ class PromptEncoder:
             now = self.now.replace(tzinfo=None)  # like strftime_now: %Z and %z are empty
             template = _STRFTIME_NOW.sub(lambda call: json.dumps(now.strftime(call[2])), template)
         own_variables = {} if tools is None else {"tools": [dict(each) for each in tools]}
+        turn, others = _turn(plain, params, variables)
         return self._templates.render(
-            template, plain, {**self.tokenizer.special_tokens_map, **variables, **own_variables}
+            template, plain, {**self.tokenizer.special_tokens_map, **others, **own_variables}, **turn
         )
 
     def _check_tokens(self, token_ids: Sequence[int], *, is_given: bool) -> None:
@@ -221,6 +257,40 @@ class PromptEncoder:
             f"the tokenizer returned token {wrong}, but the model's vocabulary ends at {last}; "
             "the tokenizer belongs to another model, or has an added token that the model lacks"
         )
+
+
+def _is_usual(params: SamplingParams) -> bool:
+    """Whether a text is encoded as texts are that nothing is said about."""
+    return params.add_special_tokens is None and all(getattr(params, name) is None for name in _TURN)
+
+
+def _turn(
+    messages: Sequence[Mapping[str, Any]], params: SamplingParams, variables: Mapping[str, Any]
+) -> tuple[dict[str, bool], dict[str, Any]]:
+    """Return whether a chat's last message is continued or answered, and the variables that do not say so.
+
+    Raises:
+        ConfigError: params and variables contradict each other.
+    """
+    stated = {name: value for name in _TURN if (value := getattr(params, name)) is not None}
+    for name in _TURN:
+        if (value := variables.get(name)) is None:
+            continue
+        if not isinstance(value, bool):
+            raise ConfigError(f"chat_template_kwargs: {name} must be true or false, not {value!r:.60}")
+        if stated.setdefault(name, value) != value:
+            raise ConfigError(f"{name} is {stated[name]}, and {value} in chat_template_kwargs; give it once")
+    others = {name: value for name, value in variables.items() if name not in _TURN}
+    last = messages[-1] if messages else {}
+    is_begun = last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+    answers, continues = (stated.get(name) for name in _TURN)
+    if answers and continues:
+        raise ConfigError("continue_final_message and add_generation_prompt are both true; give one of them")
+    if continues is None:
+        continues = is_begun and answers is None
+    if answers is None:
+        answers = not continues
+    return dict(zip(_TURN, (answers, continues), strict=True)), others
 
 
 def template_variables(chat_template_kwargs: object, reasoning_effort: object) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def _as_texts(value: object) -> object:
 _Natural = Annotated[int, Field(ge=0)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
 _Switch = Annotated[bool, Field(description="true or false")]
+_Choice = Annotated[bool | None, Field(description="true or false")]
 _TokenIds = Annotated[tuple[_Natural, ...], BeforeValidator(as_tuple)]
 _TOKEN_IDS: Final = "a list of token ids, whole numbers of at least 0"
 _Texts = Annotated[
@@ -72,6 +73,10 @@ class SamplingParams:
     n: number of outputs. logprobs: number of alternatives returned for each token; 0: only the chosen token's
     log-probability; None: nothing. prompt_logprobs: the same for the prompt's tokens from position
     prompt_logprobs_start on, at the earliest the second one (1).
+    add_special_tokens: whether the tokenizer adds special tokens to the prompt; None: to a text, but for a second
+    beginning-of-text token, and not to a chat, whose template writes them.
+    add_generation_prompt: whether a chat gets the beginning of the assistant's next message; continue_final_message:
+    whether its last message is continued. None: a last message of the assistant is continued, and others are answered.
     stated: the fields that were given, which the model's generation config does not replace; not given by callers.
     seed: seed of this request's random stream; a negative one is the same as that plus 2**64. None: a random one, which
     the completion states; a job derives it from the row's id, so that a resumed job writes the same rows.
@@ -115,6 +120,9 @@ class SamplingParams:
     seed: Annotated[
         int | None, Field(ge=LEAST_SEED, le=MAX_SEED, description="a whole number from -2**63 to 2**64 - 1")
     ] = None
+    add_special_tokens: _Choice = None
+    add_generation_prompt: _Choice = None
+    continue_final_message: _Choice = None
     stated: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     @model_validator(mode="after")
@@ -125,6 +133,11 @@ class SamplingParams:
         if self.min_new_tokens > self.most_new_tokens:
             most = f"at most max_new_tokens, which is {self.most_new_tokens}"
             raise ValueError(f"min_new_tokens must be {most}, not {self.min_new_tokens}")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError(
+                "continue_final_message and add_generation_prompt are both true, and a chat's last message is either "
+                "continued or answered; give one of them"
+            )
         if self.n > 1 and self.is_greedy:
             raise ValueError(f"n must be 1 if temperature is 0, since greedy outputs are all the same, not {self.n}")
         return self

@@ -52,11 +52,15 @@ def _chats() -> Callable[[dict[str, Any]], dict[str, str]]:
             rendered, _ = render_jinja_template(
                 conversations=[request["messages"]],
                 chat_template=request["template"],
-                add_generation_prompt=True,
+                **request["turn"],
                 **request["variables"],
             )
         except TemplateError as error:
             return {"refused": str(error)}
+        except ValueError as error:
+            if request["turn"]["continue_final_message"]:  # whose end the template does not show
+                return {"refused": f"{error} State add_generation_prompt as true to begin a new message instead"}
+            raise
         if len(rendered[0]) > _MOST_CHARACTERS:
             return {"refused": f"they render to {len(rendered[0])} characters, more than {_MOST_CHARACTERS}"}
         return {"text": rendered[0]}
