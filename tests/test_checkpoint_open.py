@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_safetensors
+from checkpoints import tiny_checkpoint, tiny_model, write_safetensors
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.errors import CheckpointError
+from zinfer.model.build import build_meta_model
+from zinfer.model.weight_matching import match_weights
 from zinfer.nvme.file_identity import FileIdentity
 
 PART_1, PART_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -68,13 +72,13 @@ def test_the_single_file_goes_before_the_index_as_in_transformers(folder: Path) 
     assert Checkpoint.open(folder).tensors.keys() == {"z"}
 
 
-def test_a_spare_tensor_of_a_shard_is_not_loaded(folder: Path) -> None:
+def test_every_tensor_of_a_shard_counts_as_in_transformers(folder: Path) -> None:
     sharded(folder)
     write(folder, PART_1, "a", "b", "c", "spare")
     checkpoint = Checkpoint.open(folder)
-    assert checkpoint.tensors.keys() == {"a", "b", "c"}
+    assert checkpoint.tensors.keys() == {"a", "b", "c", "spare"}
+    assert checkpoint.unnamed == {"spare"}
     assert checkpoint.tensors["c"].file.name == PART_2
-    assert sum(entry.nbytes for entry in checkpoint.tensors.values()) == 48
 
 
 def test_a_file_that_the_index_does_not_name_is_not_opened(folder: Path) -> None:
@@ -131,11 +135,43 @@ def test_a_shard_that_is_a_dangling_link_is_missing(folder: Path) -> None:
     assert f"missing shard {PART_2} (1 tensors are in it)" in refusal(folder)
 
 
-def test_index_names_a_tensor_that_its_shard_lacks(folder: Path) -> None:
-    write_index(sharded(folder), {"a": PART_1, "b": PART_1, "c": PART_1})
-    message = refusal(folder)
-    assert message.startswith(f"{folder / INDEX}: tensor 'c' should be in {PART_1}, whose header does not have it")
-    assert "download both again" in message
+def test_what_the_index_says_of_other_shards_than_hold_it_does_not_matter(folder: Path) -> None:
+    write_index(sharded(folder), {"a": PART_1, "b": PART_2, "c": PART_1, "nowhere": PART_1})
+    checkpoint = Checkpoint.open(folder)
+    places = {name: entry.file.name for name, entry in checkpoint.tensors.items()}
+    assert places == {"a": PART_1, "b": PART_1, "c": PART_2}
+    assert checkpoint.absent == {"nowhere": PART_1}
+
+
+@pytest.mark.parametrize("change", ["unneeded", "unnamed", "elsewhere", "spare", "missing"])
+def test_a_model_gets_its_weights_despite_its_index_as_in_transformers(change: str, folder: Path) -> None:
+    tiny_checkpoint("llama", folder)
+    document = json.loads((folder / INDEX).read_text())
+    places, norm = document["weight_map"], "model.norm.weight"
+    last = places[norm]
+    first = min(set(places.values()) - {last})
+    if change == "unneeded":
+        places["mtp.fc.weight"] = last
+    elif change == "unnamed":
+        del places[norm]
+    elif change == "elsewhere":
+        places[norm] = first
+    else:
+        held = load_file(folder / last)
+        moved = held.pop(norm) if change == "missing" else held[norm].clone()
+        save_file(held | ({"mtp.fc.weight": moved} if change == "spare" else {}), folder / last, {"format": "pt"})
+    (folder / INDEX).write_text(json.dumps(document))
+    checkpoint = Checkpoint.open(folder)
+    model = build_meta_model(checkpoint)
+    if change == "missing":
+        with pytest.raises(
+            CheckpointError, match=f"1 weights are missing.*index says that {last} has {norm}, which no"
+        ):
+            match_weights(model, checkpoint)
+        return
+    assert match_weights(model, checkpoint).keys() >= dict(model.named_parameters()).keys()
+    loaded = LlamaForCausalLM.from_pretrained(folder)
+    assert torch.equal(loaded.model.norm.weight, tiny_model("llama").model.norm.weight)
 
 
 def test_a_damaged_shard_names_itself(folder: Path) -> None:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from zinfer.checkpoint.faults import listed, shorten, unreadable
 from zinfer.checkpoint.folder import (
@@ -40,12 +42,14 @@ class Checkpoint:
     """The places of all tensors of a model.
 
     Attributes:
-        tensors: sorted by file, then by offset; without tensors that the index does not name.
+        tensors: sorted by file, then by offset.
         files: identities of the files whose headers were read.
         fingerprint: identifies the model without reading its weights: SHA-256 over config.json and each file's name,
             size and header, as they were when the checkpoint was opened. Two fine-tunes of one model, saved alike,
             differ only in their weights and so share a fingerprint.
         is_listed: whether it is a list of files, without a config.json.
+        unnamed: tensors that the index does not name, which count only where the model needs them.
+        absent: the file that the index states for each tensor that no file holds; the model may not need them.
     """
 
     folder: Path
@@ -53,6 +57,8 @@ class Checkpoint:
     files: Mapping[Path, FileIdentity]
     fingerprint: str = field(repr=False)
     is_listed: bool = False
+    unnamed: frozenset[str] = frozenset()
+    absent: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def config_path(self) -> Path:
@@ -68,10 +74,10 @@ class Checkpoint:
         folder = resolve_folder(model)
         try:
             config = (folder / CONFIG_NAME).read_bytes()
-            headers, tensors = _gathered(folder, config)
+            found = _gathered(folder, config)
         except OSError as error:
             raise unreadable(error.filename or folder, error) from error
-        return cls._of(f"{folder}", folder, config, headers, tensors)
+        return cls._of(f"{folder}", folder, config, found)
 
     @classmethod
     def of_weights(cls, folder: Path) -> "Checkpoint":
@@ -102,12 +108,11 @@ class Checkpoint:
         for path in paths:
             check_weights_file(path, label)
         folder = Path(os.path.commonpath([path.parent for path in paths]))
-        return cls._of(label, folder, b"", *_union(paths))
+        return cls._of(label, folder, b"", _union(paths))
 
     @classmethod
-    def _of(
-        cls, label: str, folder: Path, config: bytes, headers: list[Header], tensors: dict[str, TensorEntry]
-    ) -> "Checkpoint":
+    def _of(cls, label: str, folder: Path, config: bytes, found: "_Found") -> "Checkpoint":
+        headers, tensors, unnamed, absent = found
         if not tensors:
             raise CheckpointError(f"{label}: the files hold no tensor: download the weights again")
         digest = hashlib.sha256(hashlib.sha256(config).digest())
@@ -115,10 +120,17 @@ class Checkpoint:
             name = header.file.relative_to(folder).as_posix()
             digest.update(f"{name}\0{header.identity.num_bytes}\0{header.sha256}\n".encode("utf-8", "surrogateescape"))
         files = {header.file: header.identity for header in headers}
-        return cls(folder, tensors, files, digest.hexdigest(), is_listed=not config)
+        return cls(folder, tensors, files, digest.hexdigest(), not config, unnamed, absent)
 
 
-def _gathered(folder: Path, config: bytes) -> tuple[list[Header], dict[str, TensorEntry]]:
+class _Found(NamedTuple):
+    headers: list[Header]
+    tensors: dict[str, TensorEntry]
+    unnamed: frozenset[str] = frozenset()
+    absent: Mapping[str, str] = MappingProxyType({})
+
+
+def _gathered(folder: Path, config: bytes) -> _Found:
     defaults = (path for path in (folder / SINGLE_NAME, folder / INDEX_NAME) if path.is_file())
     weights = _explicit_file(folder, config) or next(defaults, None)
     if weights is None:
@@ -142,30 +154,29 @@ def _explicit_file(folder: Path, config: bytes) -> Path | None:
     return folder / name
 
 
-def _indexed(folder: Path, index: Path) -> tuple[list[Header], dict[str, TensorEntry]]:
-    """Return the headers and tensors of an index; its shards are relative to `folder`, as in transformers."""
+def _indexed(folder: Path, index: Path) -> _Found:
+    """Return what the shards of an index hold, which are relative to `folder`.
+
+    As in transformers, every tensor of a shard counts, and what the index names beside them does not matter. A tensor
+    in several shards is the one where the index says.
+    """
     weight_map = _weight_map(index)
     paths = {name: folder / name for name in sorted(set(weight_map.values()))}
-    absent = [name for name, path in paths.items() if not path.is_file()]
-    if absent:
-        num_tensors = sum(file_name in absent for file_name in weight_map.values())
+    missing = [name for name, path in paths.items() if not path.is_file()]
+    if missing:
+        num_tensors = sum(file_name in missing for file_name in weight_map.values())
         raise CheckpointError(
-            f"{index}: missing shard {listed(absent)} ({num_tensors} tensors are in it): download it into {folder}"
+            f"{index}: missing shard {listed(missing)} ({num_tensors} tensors are in it): download it into {folder}"
         )
     headers = {name: read_header(path) for name, path in paths.items()}
-    for tensor, file_name in weight_map.items():
-        if tensor not in headers[file_name].tensors:
-            raise CheckpointError(
-                f"{index}: tensor {shorten(tensor)} should be in {file_name}, whose header does not have it: "
-                "index and shards are of different versions, download both again"
-            )
-    tensors = {
-        tensor: entry
-        for name, header in headers.items()
-        for tensor, entry in header.tensors.items()
-        if weight_map.get(tensor) == name
-    }
-    return list(headers.values()), tensors
+    tensors: dict[str, TensorEntry] = {}
+    for name, header in headers.items():
+        for tensor, entry in header.tensors.items():
+            stated = weight_map.get(tensor)
+            if stated in (name, None) or tensor not in headers[stated].tensors:
+                tensors[tensor] = entry
+    absent = {tensor: name for tensor, name in weight_map.items() if tensor not in tensors}
+    return _Found(list(headers.values()), tensors, frozenset(tensors.keys() - weight_map.keys()), absent)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -181,7 +192,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _union(files: list[Path]) -> tuple[list[Header], dict[str, TensorEntry]]:
+def _union(files: list[Path]) -> _Found:
     headers = [read_header(path) for path in files]
     tensors: dict[str, TensorEntry] = {}
     for header in headers:
@@ -192,7 +203,7 @@ def _union(files: list[Path]) -> tuple[list[Header], dict[str, TensorEntry]]:
                     f"which counts: keep the files of one model in the folder, or add its {INDEX_NAME}"
                 )
             tensors[name] = entry
-    return headers, tensors
+    return _Found(headers, tensors)
 
 
 def _loose_files(folder: Path) -> list[Path]:

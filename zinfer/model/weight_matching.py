@@ -73,7 +73,7 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
     if missing := [name for name in wanted if name not in found]:
         raise CheckpointError(
             f"{checkpoint.folder}: {len(missing)} weights are missing: {listed(missing)}. The checkpoint is "
-            f"incomplete, or config.json describes another model"
+            f"incomplete, or config.json describes another model{_said_of_index(checkpoint)}"
         )
     _refuse_spare(checkpoint, unplaced.values(), model)
     for name, weight in found.items():
@@ -153,6 +153,7 @@ def _refuse_spare(checkpoint: Checkpoint, unplaced: Iterable[TensorEntry | Store
     parts = [[part for _, part in each.parts] if isinstance(each, StoredMatrix) else [each] for each in unplaced]
     spare = [part.name for each in parts for part in each]
     known: list[str] = [*_SPARE_PATTERNS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    spare = [name for name in spare if name not in checkpoint.unnamed]
     extra = [name for name in spare if not any(re.search(pattern, name) for pattern in known)]
     if extra:
         files = sorted({checkpoint.tensors[name].file.name for name in extra})
@@ -160,6 +161,16 @@ def _refuse_spare(checkpoint: Checkpoint, unplaced: Iterable[TensorEntry | Store
             f"{checkpoint.folder}: {len(extra)} weights have no place in {type(model).__name__}: {listed(extra)} (in "
             f"{listed(files)}). config.json describes another model, or its family needs a conversion not available yet"
         )
+
+
+def _said_of_index(checkpoint: Checkpoint) -> str:
+    if not checkpoint.absent:
+        return ""
+    files = listed(sorted(set(checkpoint.absent.values())))
+    return (
+        f"; its index says that {files} has {listed(sorted(checkpoint.absent))}, which no file holds: index and shards "
+        "are of different versions, download both again"
+    )
 
 
 def _check_form(name: str, entry: TensorEntry | JoinedTensor | CutTensor, wanted: tuple[tuple[int, ...], bool]) -> None:
