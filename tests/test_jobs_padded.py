@@ -1,7 +1,7 @@
 """Decoding a batch: every row as if it were alone, by its own settings."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from jobs_support import CHAT_TEMPLATE, ResidentEngine, letters_model, letters_tokenizer
+from transformers.utils import is_mistral_common_available, is_sentencepiece_available
 
 from zinfer.engine.finite_check import BEFORE
 from zinfer.errors import CheckpointError
@@ -251,7 +252,22 @@ def test_an_empty_prompt_begins_with_bos() -> None:
 def test_a_tokenizer_of_another_model_is_noticed() -> None:
     made = encoded(Row(id=1, prompt="~"), 3, PromptEncoder(TOKENIZER, 50))
     assert isinstance(made, BadRow)
-    assert "the tokenizer returned token 97, but the model's vocabulary ends at 49" in made.message
+    assert "the tokenizer returned token 97 ('~'), but the model has tokens 0 to 49 (vocab_size 50)" in made.message
+    assert made.message.endswith("belongs to another model; put the model's own into the folder")
+
+
+def test_an_added_token_that_the_model_lacks_is_named_in_jobs_and_in_python(tmp_path: Path) -> None:
+    tokenizer = letters_tokenizer(chat_template=None)
+    tokenizer.add_tokens(["<extra>"])
+    wrong = tokenizer.convert_tokens_to_ids("<extra>")
+    encoder = PromptEncoder(tokenizer, wrong)
+    message = (
+        f"token {wrong} ('<extra>'), but the model has tokens 0 to {wrong - 1} (vocab_size {wrong}): it was added to"
+    )
+    made = encoded(Row(id=1, prompt="a <extra> b"), 1, encoder)
+    assert isinstance(made, BadRow)
+    assert message in made.message
+    assert encoder.encode_texts(["ab", "a <extra> b"])[1] == "a <extra> b"  # which `encode` refuses
 
 
 def test_messages_go_through_the_chat_template() -> None:
@@ -267,5 +283,29 @@ def test_messages_go_through_the_chat_template() -> None:
 
 def test_no_model_folder_with_a_broken_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError, match="has no tokenizer that loads"):
+    with pytest.raises(CheckpointError, match=r"has no tokenizer that loads .*; put the model's tokenizer files into"):
+        find_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "is_there", "remedy"),
+    [
+        (
+            "tokenizer.model",
+            is_sentencepiece_available,
+            r"has tokenizer.model, a sentencepiece tokenizer, .*; .*`pip install sentencepiece protobuf`",
+        ),
+        ("tekken.json", is_mistral_common_available, r"has tekken.json, .* run `pip install mistral-common`"),
+    ],
+)
+def test_a_tokenizer_whose_packages_are_missing_names_them(
+    file: str, is_there: Callable[[], bool], remedy: str, tmp_path: Path
+) -> None:
+    if is_there():
+        pytest.skip("the package is installed")
+    letters_model(tmp_path)
+    for each in tmp_path.glob("tokenizer*"):
+        each.unlink()
+    (tmp_path / file).write_bytes(b"\x0e\x0a")
+    with pytest.raises(CheckpointError, match=remedy):
         find_tokenizer(tmp_path)

@@ -71,7 +71,7 @@ def encode(
 ) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
     """Return prompts as token ids, and how each is sampled. Raises ConfigError as `MIIParams.within`."""
     encoder, sampling = PromptEncoder(llm.tokenizer, llm.vocab_size), params.sampling
-    several = [encoder.tokenize(each) for each in encoder.encode_texts(prompts)]
+    several = [encoder.tokenize(each) for each in encoder.encode_texts([(prompt, sampling) for prompt in prompts])]
     own = [params.within(sampling, len(ids), llm.limits) for ids in several]
     return [{"prompt_token_ids": ids} for ids in several], own
 

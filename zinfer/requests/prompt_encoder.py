@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from transformers import AutoTokenizer
+from transformers.utils import is_mistral_common_available, is_protobuf_available, is_sentencepiece_available
 
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.requests.bad_words import find_bad_word_ids
@@ -29,6 +30,16 @@ PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, messages of a chat, or ``{"prompt_token_ids": [...]}``."""
 
 _TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+
+_NEEDED_PACKAGES: Final = (
+    ("tekken.json", "a tokenizer in Mistral's format", {"mistral-common": is_mistral_common_available}),
+    (
+        "*.model",
+        "a sentencepiece tokenizer",
+        {"sentencepiece": is_sentencepiece_available, "protobuf": is_protobuf_available},
+    ),
+)
+"""Files that hold a whole tokenizer, what they are, and the packages that transformers reads them with."""
 
 _OWN_VARIABLES: Final = frozenset(
     {
@@ -69,6 +80,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, vocab_size: int, limits: LengthLimits = NO_LIMITS) -> None:
         self.tokenizer = tokenizer
         self.now: datetime | None = None
+        self.prefix = ""
         self._vocab_size = vocab_size
         self._limits = limits
         self._templates = ChatTemplates()
@@ -87,8 +99,8 @@ class PromptEncoder:
     def encode_texts(self, pairs: Sequence[tuple[PromptLike, SamplingParams]]) -> list[PromptLike]:
         """Replace texts by token ids in one call, which a fast tokenizer spreads over threads.
 
-        Empty texts stay unchanged, those whose params say how they are encoded, and all texts if the tokenizer refuses
-        one; `encode` reports the error.
+        Empty texts and those with tokens outside the vocabulary stay unchanged, those whose params say how they are
+        encoded, and all texts if the tokenizer refuses one; `encode` reports the error.
         """
         usual = [isinstance(prompt, str) and _is_usual(params) for prompt, params in pairs]
         texts = [str(prompt) for (prompt, _), is_usual in zip(pairs, usual, strict=True) if is_usual]
@@ -103,7 +115,10 @@ class PromptEncoder:
             self._with_one_bos(str(prompt), next(encoded)) if is_usual else []
             for prompt, is_usual in zip(prompts, usual, strict=True)
         ]
-        return [{"prompt_token_ids": ids} if ids else prompt for prompt, ids in zip(prompts, found, strict=True)]
+        return [
+            {"prompt_token_ids": ids} if ids and max(ids) < self._vocab_size else prompt
+            for prompt, ids in zip(prompts, found, strict=True)
+        ]
 
     def encode(
         self,
@@ -179,7 +194,7 @@ class PromptEncoder:
         if isinstance(prompt, str):
             if (name := next((each for each in _TURN if getattr(params, each) is not None), None)) is not None:
                 raise ConfigError(f"{name} is for the messages of a chat, and the prompt is a text; leave it out")
-            return self._encode_text(prompt, limit, adds_special=adds_special)
+            return self._encode_text(self.prefix + prompt, limit, adds_special=adds_special)
         if not all(isinstance(message, Mapping) for message in prompt):
             raise ConfigError("a list is the messages of a chat; give token ids as {'prompt_token_ids': [...]}")
         return self._encode_text(
@@ -253,9 +268,16 @@ class PromptEncoder:
         last = self._vocab_size - 1
         if is_given:
             raise ConfigError(f"token ids are whole numbers from 0 to {last}, not {short(wrong)}")
+        remedy = "the tokenizer belongs to another model; put the model's own into the folder"
+        if wrong in self.tokenizer.added_tokens_decoder:
+            remedy = (
+                "it was added to the tokenizer and not to the model; leave it out of the prompt, or take the tokenizer "
+                "that the model was saved with"
+            )
+        token = self.tokenizer.convert_ids_to_tokens(wrong)
         raise ConfigError(
-            f"the tokenizer returned token {wrong}, but the model's vocabulary ends at {last}; "
-            "the tokenizer belongs to another model, or has an added token that the model lacks"
+            f"the tokenizer returned token {wrong} ({token!r:.60}), but the model has tokens 0 to {last} "
+            f"(vocab_size {self._vocab_size}): {remedy}"
         )
 
 
@@ -367,8 +389,23 @@ def find_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises Exception itself, and custom Python code anything
-        said = (str(error) or "no reason given").splitlines()[0]
+        said = next(iter(str(error).strip().splitlines()), "no reason given")
         raise CheckpointError(
-            f"model {folder} has no tokenizer that loads ({type(error).__name__}: {said:.400}); put the model's "
-            "tokenizer files into the folder"
+            f"model {folder} has no tokenizer that loads ({type(error).__name__}: {said:.400}); "
+            + (_packages_remedy(folder) or "put the model's tokenizer files into the folder")
         ) from error
+
+
+def _packages_remedy(folder: Path) -> str | None:
+    """Return what to do about packages that the only tokenizer file of a folder needs; None if that is not it."""
+    if (folder / "tokenizer.json").is_file():
+        return None
+    for pattern, kind, packages in _NEEDED_PACKAGES:
+        found = sorted(file.name for file in folder.glob(pattern))
+        lacking = [package for package, is_there in packages.items() if not is_there()]
+        if found and lacking:
+            return (
+                f"the folder has {found[0]}, {kind}, and no tokenizer.json; reading it needs {' and '.join(lacking)}: "
+                f"run `pip install {' '.join(lacking)}`, or put the model's tokenizer.json into the folder"
+            )
+    return None
