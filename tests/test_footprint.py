@@ -34,8 +34,8 @@ from transformers import (
 
 from zinfer.engine.own_pairs import OwnPairs
 from zinfer.errors import ConfigError, PlanError
+from zinfer.jobs.embedding_head import EmbeddingHead
 from zinfer.jobs.encoder import embeddings
-from zinfer.jobs.request import Pooling
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.memory import Footprint, Request, find_encoding_footprint, find_footprint, weight_budget
 
@@ -195,7 +195,7 @@ def test_the_bound_of_encoders_holds_and_is_near(family: str, attention: str, dt
         inputs["attention_mask"][0, -2:] = 0
         with torch.no_grad():
             peak_bytes = measured_peak_bytes(
-                lambda inputs=inputs: embeddings(model, inputs, Pooling.MEAN)  # type: ignore[misc]
+                lambda inputs=inputs: embeddings(model, inputs, EmbeddingHead())  # type: ignore[misc]
             )
         most_over = 3.5 if (family, attention) == ("bart", "eager") else MOST_OVER  # its softmax is no float32 one
         check_bound(find_encoding_footprint(spec, dtype, num_rows, row_len, on_cuda=False), peak_bytes, most_over)

@@ -35,7 +35,12 @@ def run(
     task: Annotated[
         Task, typer.Option(metavar="<task>", help="Task for each row: generate, embed or classify.")
     ] = Task.GENERATE,
-    pooling: Annotated[Pooling, typer.Option(help="Pooling of token vectors for embed.")] = Pooling.MEAN,
+    pooling: Annotated[
+        Pooling, typer.Option(help="Pooling of token vectors for embed; auto: as the checkpoint says, else mean.")
+    ] = Pooling.AUTO,
+    prompt_name: Annotated[
+        str | None, typer.Option(help="Which of the checkpoint's prompts precedes texts to embed.")
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes that share the model; by default one per GPU.")
     ] = None,
@@ -89,6 +94,7 @@ def run(
             report=report,
             task=task.value,
             pooling=pooling.value,
+            prompt_name=prompt_name,
             fast=fast,
             only_missing=only_missing,
             console=Console(stderr=True) if is_shown else None,

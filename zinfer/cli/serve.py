@@ -39,7 +39,7 @@ def serve(
     task: Annotated[
         ServedTask, typer.Option(help="What the model does; embed serves /v1/embeddings.")
     ] = ServedTask.GENERATE,
-    pooling: Annotated[Pooling, typer.Option(help="Pooling of token vectors for embed.")] = Pooling.MEAN,
+    pooling: Annotated[Pooling, typer.Option(help="Pooling of token vectors for embed.")] = Pooling.AUTO,
     replicas: Annotated[int, typer.Option(min=1, help="Copies of the model, each in processes of its own.")] = 1,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes that share a replica; by default one per GPU, if there is one.")
@@ -101,7 +101,7 @@ def serve(
             given = {"ranks": ranks, "files": files, **stated}
             if unwanted := [name.replace("_", "-") for name, value in given.items() if value is not None]:
                 raise ConfigError(f"--{unwanted[0]} is for servers that generate; leave it out beside --task embed")
-        elif pooling is not Pooling.MEAN:
+        elif pooling is not Pooling.AUTO:
             raise ConfigError(f"--pooling {pooling} is for --task embed; leave it out, or add --task embed")
         resolve_settings(config, {"device": device, **stated}, swaps=True)
         if log_requests:
@@ -142,7 +142,7 @@ def replica(
     device: Annotated[Device, typer.Option()] = "auto",
     ranks: Annotated[int | None, typer.Option(min=1)] = None,
     task: Annotated[ServedTask, typer.Option()] = ServedTask.GENERATE,
-    pooling: Annotated[Pooling, typer.Option()] = Pooling.MEAN,
+    pooling: Annotated[Pooling, typer.Option()] = Pooling.AUTO,
     max_token_latency: Annotated[str | None, typer.Option()] = None,
     speculate: Annotated[str | None, typer.Option()] = None,
     generation_config: Annotated[str | None, typer.Option()] = None,

@@ -14,10 +14,10 @@ from zinfer.engine.engine import InferenceEngine
 from zinfer.engine.input_errors import InputErrors
 from zinfer.engine.streamed_model import FindReserve
 from zinfer.jobs.completer import Completer
+from zinfer.jobs.embedding_head import EmbeddingHead
 from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.records import Encoding
-from zinfer.jobs.request import Pooling, Task
 from zinfer.jobs.token_rows import by_length, padded
 from zinfer.model.build import find_dtype
 from zinfer.model.context_length import is_encoder_decoder
@@ -37,18 +37,19 @@ class Encoder:
     """Embeds or classifies rows of tokens with an engine.
 
     Args:
+        head: follows the token vectors; None: rows are classified.
         pad_token_id: padding token, of `find_pad_token_id`; the mask hides it.
         sharing: which rows may share a pass.
     """
 
     def __init__(
-        self, engine: InferenceEngine, task: Task, pooling: Pooling, pad_token_id: int, sharing: RowSharing
+        self, engine: InferenceEngine, head: EmbeddingHead | None, pad_token_id: int, sharing: RowSharing
     ) -> None:
         self._engine = engine
-        self._labels, self._pooling = task is Task.CLASSIFY, pooling
+        self._head = head
         self._pad_token_id, self._sharing = pad_token_id, sharing
         config = padding_config(engine.module)
-        needs_padding = self._labels and hasattr(config, "pad_token_id")
+        needs_padding = head is None and hasattr(config, "pad_token_id")
         self._lacks_padding = needs_padding and not _is_token(config, config.pad_token_id)
 
     def passes(self, rows: Sequence[_T], length: Callable[[_T], int], max_tokens: int) -> list[list[_T]]:
@@ -65,7 +66,7 @@ class Encoder:
             again = [rows[place] for place in broken]
             found = self._engine.find_broken(lambda: self._compute(again), len(again))
             names = dict(zip(broken, found, strict=True))
-        if self._labels:
+        if self._head is None:
             fields = label_rows(numbers, self._engine.module.config)
         else:
             fields = [{"embedding": vector} for vector in numbers.tolist()]
@@ -101,8 +102,8 @@ class Encoder:
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
         def work() -> torch.Tensor:
-            if not self._labels:
-                return embeddings(module, inputs, self._pooling)
+            if self._head is not None:
+                return embeddings(module, inputs, self._head)
             logits: torch.Tensor = module(**inputs).logits.float()
             return logits
 
@@ -198,22 +199,13 @@ def encoder_reserve(spec: ModelSpec, row_len: int, tokens_per_pass: int) -> Find
     return find_reserve
 
 
-def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooling: Pooling) -> torch.Tensor:
-    """Return unit vectors [rows, width] for ``input_ids`` [rows, tokens], which are padded on the right.
+def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], head: EmbeddingHead) -> torch.Tensor:
+    """Return vectors [rows, width] for ``input_ids`` [rows, tokens], which are padded on the right.
 
-    Runs without the head; an encoder-decoder runs without its decoder.
+    Runs without the model's own head; an encoder-decoder runs without its decoder.
     """
     encoder: nn.Module = model.get_encoder() if is_encoder_decoder(model) else model.base_model
-    hidden_RTW = encoder(**inputs).last_hidden_state.float()
-    mask_RT1 = inputs["attention_mask"].to(hidden_RTW.device)[..., None]
-    if pooling is Pooling.CLS:
-        pooled_RW = hidden_RTW[:, 0]
-    elif pooling is Pooling.LAST:
-        last_R = mask_RT1.sum(dim=1)[:, 0] - 1
-        pooled_RW = hidden_RTW[torch.arange(len(last_R), device=last_R.device), last_R]
-    else:
-        pooled_RW = hidden_RTW.masked_fill(mask_RT1 == 0, 0).sum(dim=1) / mask_RT1.sum(dim=1)
-    return nn.functional.normalize(pooled_RW, dim=-1)
+    return head(encoder(**inputs).last_hidden_state, inputs["attention_mask"])
 
 
 def label_rows(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from zinfer.engine.streamed_model import FindReserve
 from zinfer.errors import ConfigError, JobError, PlanError
 from zinfer.jobs.arrangement import with_mesh
 from zinfer.jobs.completer import Answer, Completer, RaggedCompleter
+from zinfer.jobs.embedding_head import EmbeddingHead, describe
 from zinfer.jobs.encoder import (
     TOKENS_PER_PASS,
     Encoder,
@@ -101,6 +103,10 @@ class ExecutionMode:
                 if self._defaults.notice:
                     meter.note(self._defaults.notice)
                 meter.note(f"padded batches through transformers' generate, which are slower: {error}")
+        self._head: EmbeddingHead | None = None
+        if request.task is Task.EMBED:
+            self._head = EmbeddingHead.read(Path(model.name_or_path), request.pooling)
+            meter.note(describe(self._head, self._head.prompt(request.prompt_name)))
         self._sharing = RowSharing() if self.is_batched else self._measure_sharing(model)
         if self._is_padded and self._plans_room:
             self._plans_room = self._knows_widths(model)
@@ -159,7 +165,9 @@ class ExecutionMode:
             found["quantization"] = json.dumps(settings.quantization.as_document())
         if self._encodes:
             found |= {"task": request.task, "tokens_per_pass": self._tokens_per_pass}
-            return found | ({"pooling": str(request.pooling)} if request.task is Task.EMBED else {})
+            if self._head is not None:
+                found |= {"pooling": str(self._head), "prompt": self._head.prompt(request.prompt_name)}
+            return found
         if self._is_padded:
             return found | {"batching": "padded"}
         given = {name: value for name, value in asdict(settings.batching).items() if value is not None}
@@ -270,7 +278,7 @@ class ExecutionMode:
             limit = self._limits.most_tokens
             return PaddedCompleter(engine, self._tokenizer, limit, self._sharing, input_errors, self._defaults)
         pad_token_id = find_pad_token_id(padding_config(engine.module), self._tokenizer)
-        encoder = Encoder(engine, request.task, request.pooling, pad_token_id, self._sharing)
+        encoder = Encoder(engine, self._head, pad_token_id, self._sharing)
         return EncodingCompleter(engine, encoder, self._tokens_per_pass, input_errors)
 
     def _find_reserve(self, prompts: Sequence[Prompt]) -> FindReserve | None:

@@ -39,7 +39,8 @@ def run_job(
     trace: PathLike | None = None,
     report: PathLike | None = None,
     task: str = "generate",
-    pooling: str = "mean",
+    pooling: str = "auto",
+    prompt_name: str | None = None,
     fast: bool = False,
     only_missing: bool = False,
     console: Console | None = None,
@@ -68,7 +69,9 @@ def run_job(
         report: path of an HTML page that charts the job over time, written when it ends.
         task: "generate", "embed" (one unit vector per row, from the encoder) or "classify" (a label, and the scores of
             all labels). For the last two, rows may have only a prompt and an id.
-        pooling: for "embed": "mean" over the tokens, "cls", the first token, or "last".
+        pooling: for "embed": "auto", as the checkpoint's modules.json says, else the mean; "mean" over the tokens,
+            "cls", the first token, or "last".
+        prompt_name: for "embed": which of the checkpoint's prompts comes before each text; None: its default.
         fast: choose what is predicted to be faster though it rounds otherwise, as ``zinfer.optimize`` "speed".
         only_missing: leave rows that `output` has out of a batch that an earlier run left unfinished, also where they
             would be computed again: in mixtures of experts, padded batches and encoders. The missing ones then share
@@ -92,6 +95,7 @@ def run_job(
         report=None if report is None else Path(report),
         task=Task(task),
         pooling=Pooling(pooling),
+        prompt_name=prompt_name,
         fast=fast,
         only_missing=only_missing,
     )

@@ -15,6 +15,7 @@ from zinfer.errors import JobError
 from zinfer.jobs.arrangement import choose_mesh
 from zinfer.jobs.batch_source import BatchSource
 from zinfer.jobs.completer import Completer
+from zinfer.jobs.embedding_head import EmbeddingHead
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.job_forecast import forecast_batch, forecast_job
@@ -27,7 +28,7 @@ from zinfer.jobs.progress import JobForecast, Meter
 from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, prefetch_iter
 from zinfer.jobs.records import Records
 from zinfer.jobs.report import write_report
-from zinfer.jobs.request import JobRequest, UnusableInput
+from zinfer.jobs.request import JobRequest, Task, UnusableInput
 from zinfer.jobs.row_sample import RowSample
 from zinfer.jobs.rows import RowState, read_lines
 from zinfer.jobs.summary import JobSummary
@@ -65,8 +66,13 @@ class JobRun:
         self._weights = Weights(self._checkpoint)
         model = build_meta_model(self._checkpoint, settings.dtype)
         limits = read_limits(model, settings.max_out_tokens, generates=generates)
-        tokenizer = find_tokenizer(self._checkpoint.folder)
+        tokenizer, prefix = find_tokenizer(self._checkpoint.folder), ""
+        if request.task is Task.EMBED:
+            head = EmbeddingHead.read(self._checkpoint.folder, request.pooling)
+            limits = head.limits(limits, self._checkpoint.folder)
+            prefix = head.prompt(request.prompt_name)
         self._encoder = PromptEncoder(tokenizer, model.config.get_text_config().vocab_size, limits)
+        self._encoder.prefix = prefix
         # Another thread encodes the rows, and must not share its tokenizer.
         self._tokenizer = deepcopy(tokenizer)
         num_shares = 1 if peers is None else Mesh.of(vars(settings.parallel), peers.hosts).num_shares

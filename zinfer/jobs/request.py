@@ -37,8 +37,9 @@ class Task(StrEnum):
 
 
 class Pooling(StrEnum):
-    """How token vectors become one embedding: their mean, the first token's, or the last one's."""
+    """How token vectors become one embedding: as the checkpoint says, their mean, the first token's, or the last's."""
 
+    AUTO = "auto"
     MEAN = "mean"
     CLS = "cls"
     LAST = "last"
@@ -59,7 +60,8 @@ class JobRequest:
     trace: Path | None
     report: Path | None
     task: Task = Task.GENERATE
-    pooling: Pooling = Pooling.MEAN
+    pooling: Pooling = Pooling.AUTO
+    prompt_name: str | None = None
     fast: bool = False
     only_missing: bool = False
 
@@ -75,7 +77,9 @@ class JobRequest:
                 raise UnusableInput(f"{name} must be at least 1, not {value}")
         if self.max_new_tokens is not None and not self.generates:
             raise UnusableInput(f"max_new_tokens is for jobs that generate; leave it out beside the task {self.task}")
-        if self.pooling is not Pooling.MEAN and self.task is not Task.EMBED:
+        if self.prompt_name is not None and self.task is not Task.EMBED:
+            raise UnusableInput(f"prompt_name is for the task embed; leave it out beside the task {self.task}")
+        if self.pooling is not Pooling.AUTO and self.task is not Task.EMBED:
             raise UnusableInput(
                 f"pooling {self.pooling} is for the task embed; leave it out beside the task {self.task}"
             )

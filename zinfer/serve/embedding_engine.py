@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -15,6 +14,7 @@ from zinfer.config import resolve_settings
 from zinfer.config.settings import Settings
 from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import PlanError
+from zinfer.jobs.embedding_head import EmbeddingHead, describe
 from zinfer.jobs.encoder import TOKENS_PER_PASS, Encoder, encoder_reserve, find_pad_token_id
 from zinfer.jobs.execution_mode import check_task
 from zinfer.jobs.request import Pooling, Task
@@ -26,7 +26,7 @@ from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.serve.messages import Cancel, Connection, Embed, Embedded, Failed, Ready, Refused, ToEngine
 from zinfer.serve.tasks import beside
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("zinfer.serve")
 
 _PASSES_TOGETHER: Final = 4
 """Rows for so many passes are sorted by length together."""
@@ -58,16 +58,22 @@ class EmbeddingEngine:
         described = build_meta_model(checkpoint, settings.dtype)
         check_task(described, Task.EMBED)
         limits = read_limits(described, settings.max_out_tokens, generates=False)
+        folder = checkpoint.folder
+        head = EmbeddingHead.read(folder, pooling)
+        prompts = {name: head.prompt(name) for name in head.prompts}
+        limits = head.limits(limits, folder)
         most_tokens = _MOST_TOKENS if limits.prompt is None else limits.prompt.max_tokens
         vocab_size = int(described.config.get_text_config().vocab_size)
-        self.ready = Ready(vocab_size, limits, most_tokens, embeds=True)
+        default = head.prompt(None)
+        said = describe(head, default)
+        self.ready = Ready(vocab_size, limits, most_tokens, said, embeds=True, prompts=prompts, default_prompt=default)
         self._tokens_per_pass = settings.batching.tokens_per_pass or TOKENS_PER_PASS
-        pad_token_id = find_pad_token_id(described.config, find_tokenizer(Path(model)))
+        pad_token_id = find_pad_token_id(described.config, find_tokenizer(folder))
         sharing = find_row_sharing(described, pad_token_id, generates=False)
         if sharing.why is not None:
             log.warning("%s", sharing.why)
         self._engine = _open_engine(model, settings, described.config, min(most_tokens, self._tokens_per_pass))
-        self._encoder = Encoder(self._engine, Task.EMBED, pooling, pad_token_id, sharing)
+        self._encoder = Encoder(self._engine, head, pad_token_id, sharing)
         self._thread = ThreadPoolExecutor(1, "zinfer-embed")
         self._waiting: dict[int, _Row] = {}
         self._arrived = asyncio.Event()

@@ -31,6 +31,7 @@ class _Embeddings(OpenBody):
     user: Any = None
     truncate_prompt_tokens: None = None
     add_special_tokens: None = None
+    prompt_name: str | None = None
 
     @field_validator("input")
     @classmethod
@@ -40,12 +41,11 @@ class _Embeddings(OpenBody):
             return value
         raise ValueError("must be a text, a list of token ids, or a list of such inputs")
 
-    @property
-    def inputs(self) -> list[PromptLike]:
-        """Each input: a text or its token ids."""
+    def inputs(self, prefix: str) -> list[PromptLike]:
+        """Return each input: a text behind ``prefix``, or its token ids."""
         given = self.input
         several = given if isinstance(given, list) and isinstance(given[0], str | list) else [given]
-        return [each if isinstance(each, str) else {"prompt_token_ids": each} for each in several]
+        return [prefix + each if isinstance(each, str) else {"prompt_token_ids": each} for each in several]
 
 
 _NAMES: Final = ClientNames(frozenset(_Embeddings.model_fields), prompt="input")
@@ -63,7 +63,8 @@ def embedding_routes(service: Service) -> APIRouter:
         if body.dimensions is not None:
             raise ApiError(400, "dimensions is not supported; leave it out", param="dimensions")
         with _NAMES.told():
-            several = await service.prompts.encode(body.inputs, _NOTHING_NEW)
+            inputs = body.inputs(service.prompts.embedding_prompt(body.prompt_name))
+            several = await service.prompts.encode(inputs, _NOTHING_NEW)
         vectors = await unless_disconnected(request, _embedded(service, several))
         data = [
             {"object": "embedding", "index": index, "embedding": _shown(vector, body.encoding_format)}

@@ -51,8 +51,9 @@ class Close(msgspec.Struct, tag=True):
 class Ready(msgspec.Struct, tag=True):
     """The model is loaded. `embeds`: it takes `Embed`, else `Submit`.
 
-    `limits` bound requests; `most_tokens` is what the KV cache holds of one sequence; `latency` is a line on the
-    times of answers to be expected.
+    `limits` bound requests; `most_tokens` is what the KV cache holds of one sequence; `latency` is a line for the
+    server's start, on the times of answers to be expected or on what embeddings are; `prompts` are texts that may
+    precede what is embedded, by name, and `default_prompt` is the one where none is named.
     """
 
     vocab_size: int
@@ -60,6 +61,8 @@ class Ready(msgspec.Struct, tag=True):
     most_tokens: int
     latency: str = ""
     embeds: bool = False
+    prompts: dict[str, str] = {}
+    default_prompt: str = ""
 
 
 class Deltas(msgspec.Struct, tag=True):

@@ -72,6 +72,15 @@ class Prompts:
         """Whether prompts are embedded, and not continued."""
         return self._loaded.embeds
 
+    def embedding_prompt(self, name: str | None) -> str:
+        """Return the text that precedes what is embedded; without a name, the model's default."""
+        ready = self._loaded
+        if name is not None and name not in ready.prompts:
+            known = ", ".join(map(repr, ready.prompts)) or "none"
+            message = f"prompt_name is {name!r:.60}, but the model's prompts are {known}; name one, or leave it out"
+            raise ApiError(400, message, param="prompt_name")
+        return ready.default_prompt if name is None else ready.prompts[name]
+
     @property
     def length_limits(self) -> LengthLimits:
         """The same as limits."""
