@@ -59,7 +59,7 @@ def checkpoint(folder: Path, pooling: dict[str, Any], *more: str) -> BertModel:
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *((each, each.partition("_")[2]) for each in more)]
     write(
         folder / "modules.json",
-        [{"idx": n, "path": path, "type": PACKAGE + kind} for n, (path, kind) in enumerate(kinds)],
+        [{"idx": n, "name": str(n), "path": path, "type": PACKAGE + kind} for n, (path, kind) in enumerate(kinds)],
     )
     return model
 
@@ -144,6 +144,8 @@ def test_what_is_used_is_said_and_the_command_overrides_it(tmp_path: Path) -> No
     assert str(EmbeddingHead.read(tmp_path)) == "cls, then unit length"
     assert EmbeddingHead.read(tmp_path).source == "as modules.json says"
     assert str(EmbeddingHead.read(tmp_path, Pooling.LAST)) == "lasttoken, then unit length"
+    write(tmp_path / "1_Pooling" / "config.json", {"pooling_mode": "attention"})
+    assert str(EmbeddingHead.read(tmp_path, Pooling.CLS)) == "cls, then unit length"
     (tmp_path / "modules.json").unlink()
     assert str(EmbeddingHead.read(tmp_path)) == "mean, then unit length"
 

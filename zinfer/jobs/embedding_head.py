@@ -8,7 +8,7 @@ its longest text in `sentence_bert_config.json`; the results are those of `Sente
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from safetensors import SafetensorError
@@ -71,11 +71,12 @@ class EmbeddingHead:
         Raises:
             CheckpointError: a file cannot be read, or names a module that is not known here.
         """
-        found = _read_modules(folder) if (folder / MODULES_NAME).is_file() else cls(steps=(_Normalize(),))
-        found = replace(found, **_read_prompts(folder))
-        if pooling is not Pooling.AUTO:
-            found = replace(found, modes=(_OWN[pooling],), source="as --pooling says")
-        return found
+        modes = None if pooling is Pooling.AUTO else (_OWN[pooling],)
+        if (folder / MODULES_NAME).is_file():
+            found = _read_modules(folder, modes)
+        else:
+            found = cls(modes or ("mean",), (_Normalize(),))
+        return replace(found, source=found.source if modes is None else "as --pooling says", **_read_prompts(folder))
 
     def __str__(self) -> str:
         """What the head does, in a few words."""
@@ -137,7 +138,7 @@ class _Normalize(nn.Module):
         return nn.functional.normalize(vectors, dim=-1)
 
 
-def _read_modules(folder: Path) -> EmbeddingHead:
+def _read_modules(folder: Path, stated_modes: tuple[str, ...] | None) -> EmbeddingHead:
     path = folder / MODULES_NAME
     kinds = [_module(path, number, each) for number, each in enumerate(_read_list(path))]
     if [kind for kind, _ in kinds[:2]] != ["Transformer", "Pooling"] or kinds[0][1] not in ("", "."):
@@ -145,7 +146,9 @@ def _read_modules(folder: Path) -> EmbeddingHead:
             f"{path}: begins with {', '.join(kind for kind, _ in kinds[:2])}, and only a Transformer in the folder "
             "itself, followed by a Pooling, is supported; state --pooling in a copy without modules.json"
         )
-    modes, pools_prompt = _read_pooling(folder / kinds[1][1] / "config.json")
+    pooling = _members(folder / kinds[1][1] / "config.json")
+    modes = stated_modes or _read_modes(folder / kinds[1][1] / "config.json", pooling)
+    pools_prompt = bool(pooling.get("include_prompt", True))
     steps: list[nn.Module] = []
     names: list[str] = []
     for kind, place in kinds[2:]:
@@ -186,9 +189,7 @@ def _module(path: Path, number: int, entry: object) -> tuple[str, str]:
     return kind.rpartition(".")[2], place
 
 
-def _read_pooling(path: Path) -> tuple[tuple[str, ...], bool]:
-    """Return the modes, and whether they include a prompt's tokens."""
-    members = _members(path)
+def _read_modes(path: Path, members: Mapping[str, Any]) -> tuple[str, ...]:
     named = members.get("pooling_mode")
     several = named if isinstance(named, list) else [] if named is None else [named]
     modes = tuple(several) or tuple(mode for key, mode in _MODES.items() if members.get(key))
@@ -197,21 +198,21 @@ def _read_pooling(path: Path) -> tuple[tuple[str, ...], bool]:
         raise CheckpointError(
             f"{path}: its pooling is {said}; known are {', '.join(_MODES.values())}: correct it, or state --pooling"
         )
-    return modes, bool(members.get("include_prompt", True))
+    return modes
 
 
 def _read_dense(folder: Path) -> tuple[nn.Module, str]:
     path = folder / "config.json"
     members = _members(path)
-    widths = members.get("in_features"), members.get("out_features")
+    width, out_width = members.get("in_features"), members.get("out_features")
     kind = str(members.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
-    if any(type(width) is not int or width < 1 for width in widths) or kind not in _ACTIVATIONS:
+    if not _is_width(width) or not _is_width(out_width) or kind not in _ACTIVATIONS:
         raise CheckpointError(
             f"{path}: in_features and out_features are whole numbers, and activation_function is one of "
             f"{', '.join(_ACTIVATIONS)}: use another model"
         )
     with torch.device("meta"):
-        linear = nn.Linear(*widths, bias=bool(members.get("bias", True)))
+        linear = nn.Linear(width, out_width, bias=bool(members.get("bias", True)))
     weights = _read_weights(folder)
     own = {name.removeprefix("linear."): value.float() for name, value in weights.items()}
     shapes = {name: value.shape for name, value in linear.state_dict().items()}
@@ -219,7 +220,11 @@ def _read_dense(folder: Path) -> tuple[nn.Module, str]:
         raise CheckpointError(f"{folder}: its weights do not have the shapes that {path.name} states: {_DOWNLOAD}")
     linear.load_state_dict(own, assign=True)
     dense = nn.Sequential(linear, getattr(nn, kind)()).eval().requires_grad_(False)
-    return dense, f"dense {widths[0]} to {widths[1]} ({kind})"
+    return dense, f"dense {width} to {out_width} ({kind})"
+
+
+def _is_width(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
