@@ -126,7 +126,7 @@ def test_what_is_wrong_with_a_row_is_its_answer(refusals: list[dict[str, Any]], 
 def test_a_row_without_a_custom_id_is_known_by_its_line(
     model: Path, tmp_path: Path, row: dict[str, Any], message: str
 ) -> None:
-    found = rows_of(model, tmp_path, [row], engine_factory=never_made)[1]  # type: ignore[index]
+    found = rows_of(model, tmp_path, [row, {"prompt": "x" * 200}], engine_factory=never_made)[1]  # type: ignore[index]
     assert found["error"].removeprefix("line 1: ").startswith(message)
     assert list(found) == ["id", "error"]
 

@@ -356,3 +356,20 @@ def test_rows_that_are_changed_before_they_are_followed_end_the_job(
         path.write_bytes(altered)
         with pytest.raises(JobError, match=rf"was changed while the job ran: at byte 0 no row begins \({told}"):
             out.token_ids_of(0)
+
+
+def test_a_manifest_that_was_removed_is_noticed_and_written_again(
+    model: Path, prompts: Path, tmp_path: Path, whole: bytes
+) -> None:
+    output = tmp_path / "out.jsonl"
+
+    class Removing(ResidentEngine):
+        def generate(self, **kwargs: Any) -> Any:
+            if self.calls == 2:
+                manifest_path(output).unlink()
+            return super().generate(**kwargs)
+
+    with pytest.raises(JobError, match="was removed while the job ran, and has been written again"):
+        job(model, prompts, output, engine_factory=Removing)
+    assert job(model, prompts, output).num_skipped > 0
+    assert output.read_bytes() == whole

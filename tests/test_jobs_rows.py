@@ -12,14 +12,15 @@ from jobs_support import write_rows
 
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.request import UnusableInput
+from zinfer.jobs.row_form import RowForm
 from zinfer.jobs.rows import BadRow, Line, Row, id_key, parse_line, read_lines, row_of
 from zinfer.requests.json_object import _unique_keys
 from zinfer.requests.sampling_params import SamplingParams
 
 
-def row_at_7(data: bytes) -> Row | BadRow:
+def row_at_7(data: bytes, form: RowForm = RowForm()) -> Row | BadRow:  # noqa: B008
     parsed = parse_line(Line(7, data))
-    return row_of(parsed, parsed.id, None)
+    return row_of(parsed, parsed.id, form)
 
 
 def test_every_field_is_read() -> None:
@@ -58,10 +59,8 @@ def test_the_line_number_is_the_id_of_a_row_without_one() -> None:
         (b'{"prompt": "p", "n": 100000, "temperature": 1}', "line 7: n must be a whole number from 1 to 1024"),
         (b'{"prompt": "p", "seed": ' + b"9" * 5000 + b"}", "line 7: not JSON that can be used"),
         (b'{"prompt": "p", "temperture": 1}', "line 7: unknown field 'temperture'; did you mean 'temperature'?"),
-        (
-            b'{"prompt": "p", "zzz": 1}',
-            "line 7: unknown field 'zzz'; known fields: id, prompt, messages, prompt_token_ids, chat_template_kwargs",
-        ),
+        (b'{"prompt": "p", "max_new_token": 1}', "did you mean 'max_new_tokens'? (a column of your own is kept by"),
+        (b'{"prompt": "p", "guided_json": {}}', "line 7: unknown field 'guided_json'; give structured_outputs an"),
         (b"{}", "line 7: give one of 'prompt', 'messages', 'prompt_token_ids', and only one"),
         (
             b'{"prompt": "p", "messages": [{"role": "user", "content": ""}]}',
@@ -105,6 +104,28 @@ def test_what_is_wrong_with_a_line_is_said(data: bytes, message: str) -> None:
     assert isinstance(row, BadRow)
     assert row.id == 7
     assert message in row.message
+
+
+_COLUMNS = b'{"prompt": "p", "answer": "3", "text": "t", "top_k": 2, "source": ["s", null]}'
+_LINE = b'{"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p"}, "error": 1, "of": {}}'
+
+
+@pytest.mark.parametrize(
+    ("data", "keep", "kept"),
+    [
+        (_COLUMNS, None, {"answer": "3", "input_text": "t", "source": ["s", None]}),
+        (_COLUMNS, (), {}),
+        (_COLUMNS, ("prompt", "source", "id", "absent"), {"prompt": "p", "source": ["s", None]}),
+        (b'{"prompt": "p", "temperatur": 1}', ("temperatur",), {"temperatur": 1}),
+        (b'{"prompt": "p", "answer": 1, "temperature": -1}', None, {"answer": 1}),
+        (_LINE, None, {"input_error": 1, "of": {}}),
+        (_LINE, ("of",), {"of": {}}),
+    ],
+)
+def test_columns_of_the_users_own_are_kept(data: bytes, keep: tuple[str, ...] | None, kept: dict[str, Any]) -> None:
+    row = row_at_7(data, RowForm(keep=keep))
+    assert row.kept == kept
+    assert isinstance(row, Row) or "temperature" in row.message
 
 
 def test_a_bad_field_leaves_the_row_its_id() -> None:

@@ -67,7 +67,7 @@ def test_a_finished_job_needs_no_engine(model: Path, prompts: Path, output: Path
 
 
 def test_error_rows_alone_need_no_engine(model: Path, tmp_path: Path, output: Path) -> None:
-    path = write_rows(tmp_path / "in.jsonl", ["{"] * 2100)
+    path = write_rows(tmp_path / "in.jsonl", [{"prompt": "x" * 200}, *["{"] * 2099])
     assert job(model, path, output, engine_factory=never_made).num_failed == 2100
     assert [row["id"] for row in read_rows(output)] == list(range(1, 2101))
 

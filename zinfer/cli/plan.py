@@ -169,6 +169,7 @@ def _job(
 ) -> tuple["Job", list[str]]:
     """Return the whole job, of stated rows or a file's, and notes on rows that are left out."""
     with importing():
+        from zinfer.jobs.row_form import RowForm
         from zinfer.jobs.token_rows import sample_rows
         from zinfer.planning.job_plan import Job
         from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
@@ -179,7 +180,7 @@ def _job(
         case.check_length(prompt_len, new_tokens)
         return Job(num_rows or 1, [prompt_len], [new_tokens]), []
     vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
-    sample = sample_rows(input, model, vocab, new_tokens, limits)
+    sample = sample_rows(input, model, vocab, RowForm(new_tokens), limits)
     if not sample.bad:
         return sample.job(), []
     return sample.job(), [f"{len(sample.bad):,} of {sample.num_read:,} sampled rows would fail, and are left out"]

@@ -2,75 +2,200 @@
 
 import json
 import os
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals
+from zinfer.cli.ending import exit_on_error, importing, raise_on_signals
+from zinfer.cli.options import (
+    MODEL_PANEL,
+    Config,
+    DeviceOption,
+    KVCache,
+    MaxDeviceMemory,
+    MaxNewTokens,
+    MinP,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    Weights,
+    stated_keys,
+)
 from zinfer.cli.rank_endings import LAUNCHER
-from zinfer.jobs.request import Pooling, Task, kept_message
+from zinfer.display import print_text
+from zinfer.jobs.request import STANDARD_STREAM, InputFormat, Pooling, Task, kept_message
 from zinfer.ranks.environment import own_rank, spoken_rank
+
+if TYPE_CHECKING:
+    from zinfer.jobs.row_form import RowForm
+
+_ROWS_PANEL, _TASK_PANEL = "Rows", "Other tasks"
+_RESUME_PANEL, _REPORTS = "Going on with a job", "What is told"
+_ESCAPE, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
 
 
 def run(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, tokenizer included.")],
-    input: Annotated[Path, typer.Option(help="JSONL; a row holds 'prompt' or 'messages', or is an OpenAI batch's.")],
-    output: Annotated[Path, typer.Option(help="JSONL file to append rows to.")],
-    config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
-    device: Annotated[Device, typer.Option(help="Where the layers compute.")] = "auto",
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Default for rows that do not set it; else 128, or what the context leaves."),
+    input: Annotated[
+        Path, typer.Option(help="JSONL, a JSON array, CSV, TSV or Parquet, also .gz or .zst; - is stdin.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="JSONL file that gets a row for each row of the input; - is stdout.")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows that share passes; affects their bytes.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a trace of reads, copies and computes for ui.perfetto.dev.")
+    input_format: Annotated[
+        InputFormat, typer.Option(help="By default seen from content and name.", rich_help_panel=_ROWS_PANEL)
+    ] = InputFormat.AUTO,
+    prompt_column: Annotated[
+        str | None, typer.Option(help="Column with the prompt; by default 'prompt'.", rich_help_panel=_ROWS_PANEL)
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML page that charts the job over time.")] = None,
-    task: Annotated[
-        Task, typer.Option(metavar="<task>", help="Task for each row: generate, embed or classify.")
-    ] = Task.GENERATE,
-    pooling: Annotated[
-        Pooling, typer.Option(help="Pooling of token vectors for embed; auto: as the checkpoint says, else mean.")
-    ] = Pooling.AUTO,
-    prompt_name: Annotated[
-        str | None, typer.Option(help="Which of the checkpoint's prompts precedes texts to embed.")
+    template: Annotated[
+        str | None,
+        typer.Option(help=r"Prompt made of columns: 'Q: {question}\nA:'.", rich_help_panel=_ROWS_PANEL),
     ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="System message of rows without one; prompts become chats.", rich_help_panel=_ROWS_PANEL),
+    ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|none|NAME,...",
+            help="Columns of the input to copy to the output; by default all of your own.",
+            rich_help_panel=_ROWS_PANEL,
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="First rows to take.", rich_help_panel=_ROWS_PANEL)] = None,
+    ordered: Annotated[
+        bool, typer.Option("--ordered", help="Leave the rows in the input's order.", rich_help_panel=_ROWS_PANEL)
+    ] = False,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    config: Config = None,
+    device: DeviceOption = "auto",
+    weights: Weights = None,
+    kv_cache: KVCache = None,
+    max_device_memory: MaxDeviceMemory = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes that share the model; by default one per GPU.")
+        int | None,
+        typer.Option(
+            min=1, help="Processes that share the model; by default one per GPU.", rich_help_panel=MODEL_PANEL
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows that share passes; affects their bytes.", rich_help_panel=MODEL_PANEL),
     ] = None,
     fast: Annotated[
-        bool, typer.Option("--fast", help="Allow an INT8 KV cache, and ranks that divide layers, where that is faster.")
+        bool,
+        typer.Option(
+            "--fast",
+            help="Allow an INT8 KV cache, and ranks that divide layers, where that is faster.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = False,
+    task: Annotated[
+        Task,
+        typer.Option(
+            metavar="<task>", help="Task for each row: generate, embed or classify.", rich_help_panel=_TASK_PANEL
+        ),
+    ] = Task.GENERATE,
+    pooling: Annotated[
+        Pooling,
+        typer.Option(
+            help="Pooling of token vectors for embed; auto: as the checkpoint says, else mean.",
+            rich_help_panel=_TASK_PANEL,
+        ),
+    ] = Pooling.AUTO,
+    prompt_name: Annotated[
+        str | None,
+        typer.Option(help="Which of the checkpoint's prompts precedes texts to embed.", rich_help_panel=_TASK_PANEL),
+    ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Discard the rows of the output's earlier job.", rich_help_panel=_RESUME_PANEL),
     ] = False,
     only_missing: Annotated[
         bool,
-        typer.Option("--only-missing", help="Go on without computing written rows again; last bits may differ."),
+        typer.Option(
+            "--only-missing",
+            help="Go on without computing written rows again; last bits may differ.",
+            rich_help_panel=_RESUME_PANEL,
+        ),
     ] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON line on stdout instead of the table.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Show the plan and the first prompt; compute nothing.", rich_help_panel=_REPORTS
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON line instead of the table.", rich_help_panel=_REPORTS)
+    ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write an HTML page that charts the job over time.", rich_help_panel=_REPORTS),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a trace of reads and computes for ui.perfetto.dev.", rich_help_panel=_REPORTS),
+    ] = None,
 ) -> None:
-    """Complete every row of a JSONL file. Run the command again to resume after an interruption.
+    """Complete every row of a file. Run the command again to resume after an interruption.
 
-    With --task embed each row gets a unit vector from an encoder, with classify a label and scores.
-
-    Rows with a 'custom_id' have the OpenAI batch format, for /v1/chat/completions or /v1/completions, and so do their
-    output rows. Their default temperature is 1; other rows are greedy by default.
+    A row holds 'prompt' or 'messages', and perhaps an 'id' and sampling fields of its own, which come before the
+    options here. Rows with a 'custom_id' have the OpenAI batch format, and so do their output rows. Rows are greedy
+    by default, those of OpenAI's format excepted.
 
     Exit codes: 0 all rows done, 3 some rows failed, 2 unusable input, 1 error, 130 Ctrl-C, 143 SIGTERM.
     """
-    with exit_on_error(lambda: _kept(output)), raise_on_signals():
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    sampling["stop"] = [_unescaped(text) for text in stop] if stop else None
+    names = None if keep in (None, "all") else [] if keep == "none" else [each.strip() for each in keep.split(",")]
+    keys = stated_keys(weights, kv_cache, max_device_memory)
+    columns = {
+        "prompt_column": prompt_column,
+        "template": None if template is None else _unescaped(template),
+        "system": None if system is None else _unescaped(system),
+    }
+    if dry_run:
+        with exit_on_error():
+            with importing():
+                from zinfer.jobs.row_form import RowForm
+
+            form = RowForm.of(max_new_tokens, sampling, names, **columns)
+            _show_plan(model, config, {"device": device, **keys}, input, form, input_format=input_format, limit=limit)
+        return
+    if output is None:
+        raise typer.BadParameter("give the file for the rows, or - for stdout", param_hint="--output")
+    to_stdout = output == STANDARD_STREAM
+    with exit_on_error(None if to_stdout else lambda: _kept(output)), raise_on_signals():
         with importing():
             from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch
 
             begin_rank(ranks)
             from zinfer.config import resolve_settings
 
-        settings = resolve_settings(config, {"device": device}, swaps=task is Task.GENERATE)
+        settings = resolve_settings(config, {"device": device, **keys}, swaps=task is Task.GENERATE)
         num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
         if num_ranks > 1:
             check_mesh(settings.parallel, num_ranks)
@@ -87,7 +212,12 @@ def run(
             output,
             config=config,
             device=device,
+            input_format=input_format,
+            limit=limit,
+            keep=names,
+            ordered=ordered,
             max_new_tokens=max_new_tokens,
+            sampling=sampling,
             batch_size=batch_size,
             restart=restart,
             trace=trace,
@@ -98,13 +228,53 @@ def run(
             fast=fast,
             only_missing=only_missing,
             console=Console(stderr=True) if is_shown else None,
+            **columns,
+            **keys,
         )
+    console = Console(stderr=to_stdout)
     if is_shown and as_json:
         phase_s = {"starting": starting_s, **summary.phase_s}
-        print(json.dumps(job_document(replace(summary, phase_s=phase_s))))
+        print(json.dumps(job_document(replace(summary, phase_s=phase_s))), file=console.file)
     elif is_shown:
-        Console().print(summary_table(summary))
+        console.print(summary_table(summary))
     raise typer.Exit(summary.exit_code)
+
+
+def _show_plan(
+    model: Path, config: Path | None, keys: Mapping[str, Any], input: Path, form: "RowForm", **options: Any
+) -> None:
+    """Print the plan of a job, and its first row as the model gets it. Nothing is computed or written."""
+    with importing():
+        from zinfer.config import resolve_settings
+        from zinfer.jobs.token_rows import sample_rows
+        from zinfer.model.outline import check_settings, read_outline
+        from zinfer.planning.job_search import plan_job
+        from zinfer.planning.plan import Case
+        from zinfer.planning.presets import this_machine
+        from zinfer.planning.tables import job_table
+        from zinfer.requests.prompt_encoder import find_tokenizer
+
+    settings = resolve_settings(config, keys, swaps=True)
+    form.check()
+    outline = read_outline(model, settings.dtype, settings.quantization)
+    check_settings(outline, settings)
+    sample = sample_rows(input, model, outline.spec.vocab, form, outline.limits(settings), **options)
+    first, tokenizer = sample.prompts[0], find_tokenizer(model)
+    text = "" if tokenizer is None else tokenizer.decode(first.token_ids)
+    job = sample.job()
+    planned = plan_job(Case(outline, this_machine(settings, outline.files), settings), job)
+    console = Console()
+    console.print(job_table(job, planned))
+    print_text(console, f"rows: {sample.num_rows:,}; of {sample.num_read:,} looked at, {len(sample.bad):,} would fail")
+    for bad in sample.bad[:1]:
+        print_text(console, f"the first of them: {bad.message}")
+    print_text(console, f"first prompt, row {first.row.id!r}: {text!r}")
+    print_text(console, f"its {len(first.token_ids):,} tokens: {' '.join(map(str, first.token_ids))}")
+
+
+def _unescaped(text: str) -> str:
+    r"""Return a text of the command line with the line breaks and tabs that it spells as \n and \t."""
+    return _ESCAPE.sub(lambda found: _ESCAPED[found[1]], text)
 
 
 def _kept(output: Path) -> str:

@@ -3,19 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from zinfer.errors import ConfigError
-
-WEIGHTS: Final[Mapping[str, Mapping[str, object]]] = {
-    "fp16": {"dtype": "fp16"},
-    "int8": {"quantization": {"bits": 8}},
-    "int4": {"quantization": {"bits": 4, "group_size": 128}},
-    "fp8": {"quantization": {"bits": 8, "format": "fp8"}},
-}
-"""The keys that each choice of ``--weights`` states."""
+from zinfer.jobs.request import WEIGHTS
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class RaggedCompleter(Completer):
         options: dict[str, Any] = {name: size for name, size in keys.items() if getattr(stated, name) in (None, "auto")}
         if request.trace is not None:
             options["trace"] = str(request.trace)
-        options["device"] = request.device
+        options |= request.keys
         self._rehearsal = Rehearsal(request.model, request.config, options)
         self._llm = LLM(
             request.model,

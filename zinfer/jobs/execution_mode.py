@@ -152,12 +152,13 @@ class ExecutionMode:
         """Return the settings that affect the rows' bytes."""
         request, settings = self._request, self._settings
         found: dict[str, str | int] = {
-            "max_new_tokens": request.max_new_tokens or f"{DEFAULT_NEW_TOKENS}, or what fits",
+            "max_new_tokens": request.form.max_new_tokens or f"{DEFAULT_NEW_TOKENS}, or what fits",
             "dtype": str(self._dtype).removeprefix("torch."),
             "device": self.device,
             "max_out_tokens": settings.max_out_tokens or "the model's",
             "min_out_tokens": settings.min_out_tokens,
             "batch_size": self.batch_size,
+            **request.form.document(),
         }
         if not self._encodes and (defaults := self._defaults.identity):
             found["generation_config"] = json.dumps(defaults)
@@ -270,7 +271,7 @@ class ExecutionMode:
         options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
         if self._is_padded and self._plans_room:
             options |= batch_shape(prompts)
-        settings = resolve_settings(request.config, {"device": request.device, **options})
+        settings = resolve_settings(request.config, {**request.keys, **options})
         find_reserve = self._find_reserve(prompts) if self._encodes else None
         engine = InferenceEngine(request.model, settings, find_reserve=find_reserve)
         input_errors = InputErrors(engine.module, settings.quantization)

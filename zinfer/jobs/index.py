@@ -26,6 +26,7 @@ _MAX_DUPLICATES_NAMED = 5
 class RowIndex:
     """Index of an input file. A row's ordinal counts rows (lines that are not blank) from 0.
 
+    name: of the input in messages.
     keys: [num_rows] hashes of the ids, by ordinal.
     sums: [num_rows] checksums of the lines, by ordinal.
     order: [num_rows] the ordinals sorted by key.
@@ -33,6 +34,7 @@ class RowIndex:
     """
 
     path: Path
+    name: Path
     sha256: str
     size_bytes: int
     keys: NDArray[np.uint64]
@@ -77,38 +79,44 @@ class RowIndex:
 
     def _changed(self) -> JobError:
         return JobError(
-            f"input {self.path} was changed while the job ran; the rows written so far belong to the former input. "
+            f"input {self.name} was changed while the job ran; the rows written so far belong to the former input. "
             "Restore it and run the same command again, or use --restart"
         )
 
 
 def scan_input(
-    path: Path, *, may_be_empty: bool = False, check: Callable[[Parsed], None] = lambda parsed: None
+    path: Path,
+    *,
+    name: Path | None = None,
+    may_be_empty: bool = False,
+    check: Callable[[Parsed], None] = lambda parsed: None,
 ) -> RowIndex:
     """Read the whole input and return its index.
 
     Args:
+        name: of the input in messages; None: the path.
         check: called with each line; may raise UnusableInput.
 
     Raises:
         UnusableInput: it cannot be read, holds no row, or two rows have the same id (names both lines); by ``check``.
         JobError: it changed during the scan.
     """
+    name = name or path
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise UnusableInput(f"input {path} is not a regular file; it is read twice, so write it to a file first")
-        index = _scan(path, check)
+            raise UnusableInput(f"input {name} is not a regular file; it is read twice, so write it to a file first")
+        index = _scan(path, name, check)
         if not index.num_rows and not may_be_empty:
-            raise UnusableInput(f"input {path} holds no row; give one JSON object a line")
+            raise UnusableInput(f"input {name} holds no row; give one JSON object a line")
         shared = _shared_keys(index.keys)
         return _resolved(index, shared) if shared else index
     except FileNotFoundError as error:
-        raise UnusableInput(f"input {path} does not exist") from error
+        raise UnusableInput(f"input {name} does not exist") from error
     except OSError as error:
-        raise UnusableInput(f"input {path} cannot be read: {error.strerror} (errno {error.errno})") from error
+        raise UnusableInput(f"input {name} cannot be read: {error.strerror} (errno {error.errno})") from error
 
 
-def _scan(path: Path, check: Callable[[Parsed], None]) -> RowIndex:
+def _scan(path: Path, name: Path, check: Callable[[Parsed], None]) -> RowIndex:
     digest, keys, sums = hashlib.sha256(), array("Q"), array("I")
     with path.open("rb") as file:
         for line in lines_of(_hashed(file, digest)):
@@ -119,7 +127,7 @@ def _scan(path: Path, check: Callable[[Parsed], None]) -> RowIndex:
         size_bytes = file.tell()
     keys_N, sums_N = np.frombuffer(keys, dtype=np.uint64), np.frombuffer(sums, dtype=np.uint32)
     order_N = np.argsort(keys_N, kind="stable")
-    return RowIndex(path, digest.hexdigest(), size_bytes, keys_N, sums_N, order_N, {})
+    return RowIndex(path, name, digest.hexdigest(), size_bytes, keys_N, sums_N, order_N, {})
 
 
 def _hashed(file: BufferedReader, digest: "hashlib._Hash") -> Iterator[bytes]:
@@ -139,7 +147,7 @@ def _shared_keys(keys_N: NDArray[np.uint64]) -> set[int]:
 
 def _resolved(index: RowIndex, shared: set[int]) -> RowIndex:
     """Rename unreadable lines whose line number is another row's id; refuse all other duplicates."""
-    path, keys_N = index.path, index.keys.copy()
+    path, keys_N = index.name, index.keys.copy()
     first: dict[int, Parsed] = {}
     duplicates: list[str] = []
     first_line: int | None = None

@@ -4,21 +4,32 @@ A row's bytes depend on the model, the input, the machine, and the settings and 
 other memory budgets do not change them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from socket import gethostname
+from typing import Any
 
 from rich.console import Console
 
 from zinfer.config import resolve_settings
 from zinfer.display import shown
+from zinfer.jobs.input_formats import open_input
 from zinfer.jobs.job_run import JobRun
-from zinfer.jobs.output import OutputFile
+from zinfer.jobs.output import OutputFile, Stdout
 from zinfer.jobs.peer_worker import PeerWorker
 from zinfer.jobs.peers import Peers
 from zinfer.jobs.progress import Meter
-from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, kept_message
+from zinfer.jobs.request import (
+    STANDARD_STREAM,
+    InputFormat,
+    JobRequest,
+    PathLike,
+    Pooling,
+    Task,
+    kept_message,
+)
+from zinfer.jobs.row_form import RowForm
 from zinfer.jobs.summary import JobSummary
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import join_group
@@ -33,7 +44,15 @@ def run_job(
     *,
     config: PathLike | Mapping[str, object] | None = None,
     device: str = "auto",
+    input_format: str = "auto",
+    limit: int | None = None,
+    prompt_column: str | None = None,
+    template: str | None = None,
+    system: str | None = None,
+    keep: Sequence[str] | None = None,
+    ordered: bool = False,
     max_new_tokens: int | None = None,
+    sampling: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
     restart: bool = False,
     trace: PathLike | None = None,
@@ -44,6 +63,7 @@ def run_job(
     fast: bool = False,
     only_missing: bool = False,
     console: Console | None = None,
+    **options: Any,
 ) -> JobSummary:
     """Complete every row of `input` into `output`; resumes an earlier run of the same job.
 
@@ -54,13 +74,23 @@ def run_job(
         model: a checkpoint folder with its tokenizer.
         input: JSONL with `prompt`, `messages` or `prompt_token_ids` in each row, and optionally `id` and fields of
             `zinfer.SamplingParams`. Rows are greedy unless they set a temperature. Rows with a `custom_id` have the
-            OpenAI batch format and a default temperature of 1.
+            OpenAI batch format and a default temperature of 1. Also a JSON array, CSV, TSV and Parquet, any of them by
+            gzip or zstandard, and "-" for stdin.
         output: JSONL. Rows are appended as they finish, each in the format of its input row. The manifest is
-            `<output>.manifest.json`.
+            `<output>.manifest.json`. "-": stdout, from which no other run can go on.
         config: DeepSpeed-style configuration, a dict or the path of a JSON file.
         device: "auto", "cuda" or "cpu".
+        input_format: "jsonl", "json", "csv", "tsv" or "parquet"; "auto" goes by the content and the name.
+        limit: number of rows to take from the input; None: all.
+        prompt_column: column that holds the prompt, or the messages, instead of `prompt`.
+        template: the prompt, with columns in braces: "Q: {question}".
+        system: system message of rows that have none; a prompt becomes the message of a user.
+        keep: columns to copy to the output rows; None: all that are no fields of a row.
+        ordered: leave the rows in the input's order at the end.
         max_new_tokens: for "generate": default for rows that do not set it; None: 128, or fewer if the model's context
             leaves less.
+        sampling: for "generate": defaults of other fields of `SamplingParams`. Of a ``seed`` and its id each row gets
+            a seed.
         batch_size: rows that share passes; the next batch starts when all of them are complete. It affects the rows'
             bytes. By default 4,096 at most, and in mixtures of experts fewer so that a batch takes ten minutes at most;
             32 for models that need padded batches.
@@ -77,18 +107,21 @@ def run_job(
             would be computed again: in mixtures of experts, padded batches and encoders. The missing ones then share
             passes with fewer rows, and may differ in last bits from those of an undisturbed run.
         console: where to show progress; None shows nothing.
+        options: more keys of the configuration, such as ``kv_cache_dtype="int8"``.
 
     Raises:
         UnusableInput, ConfigError, CheckpointError, PlanError: no prompt was computed.
         JobError: the job stopped early; the rows in the output are whole, and the same call resumes it.
     """
+    columns = {"prompt_column": prompt_column, "template": template, "system": system}
+    form = RowForm.of(max_new_tokens, sampling or {}, keep, **columns)
     request = JobRequest(
         model=model,
         input=Path(input),
         output=Path(output),
         config=config,
         device=device,
-        max_new_tokens=max_new_tokens,
+        form=form,
         batch_size=batch_size,
         restart=restart,
         trace=None if trace is None else Path(trace),
@@ -98,9 +131,14 @@ def run_job(
         prompt_name=prompt_name,
         fast=fast,
         only_missing=only_missing,
+        limit=limit,
+        ordered=ordered,
+        input_format=InputFormat(input_format),
+        options=options,
     )
+    form.check()
     request.check()
-    keys = {"device": request.device, **({"optimize": "speed"} if request.fast else {})}
+    keys = {**request.keys, **({"optimize": "speed"} if request.fast else {})}
     settings = resolve_settings(request.config, keys, swaps=request.generates, is_job=request.generates)
     group = join_group(choose_device(settings).type)
     Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])  # before anything is loaded
@@ -110,9 +148,10 @@ def run_job(
                 return worker.run()
         peers = None if group is None else Peers(group, lambda: kept_message(request.output))
         try:
-            with shown(Meter(console)) as meter:
-                job = JobRun(request, settings, meter, peers)
-                with closing(OutputFile(request.output)) as out, closing(job):
+            with shown(Meter(console)) as meter, open_input(request) as rows:
+                job = JobRun(request, settings, meter, peers, rows)
+                to_stdout = request.output == STANDARD_STREAM
+                with closing(Stdout() if to_stdout else OutputFile(request.output)) as out, closing(job):
                     return job.run(out)
         except BaseException as error:
             if peers is not None and (first := peers.first_failure(error)) is not None:

@@ -18,11 +18,12 @@ from zinfer.jobs.completer import Completer
 from zinfer.jobs.embedding_head import EmbeddingHead
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
+from zinfer.jobs.input_formats import check_first_rows
 from zinfer.jobs.job_forecast import forecast_batch, forecast_job
 from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.messages import Ready
 from zinfer.jobs.openai_response import OpenAIResponses
-from zinfer.jobs.output import OutputFile, RowWriter
+from zinfer.jobs.output import Output, RowWriter
 from zinfer.jobs.peers import Peers
 from zinfer.jobs.progress import JobForecast, Meter
 from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, prefetch_iter
@@ -51,12 +52,13 @@ class JobRun:
         request: was checked.
         meter: is told of the progress.
         peers: None: there are no other ranks.
+        rows: a JSONL file with the rows of the input.
 
     Raises:
         UnusableInput, ConfigError, CheckpointError, PlanError, JobError: as `run_job`.
     """
 
-    def __init__(self, request: JobRequest, settings: Settings, meter: Meter, peers: Peers | None) -> None:
+    def __init__(self, request: JobRequest, settings: Settings, meter: Meter, peers: Peers | None, rows: Path) -> None:
         self._request, self._settings, self._meter, self._peers = request, settings, meter, peers
         generates = request.generates
         say_without_effect(settings, meter.note)
@@ -77,15 +79,17 @@ class JobRun:
         self._tokenizer = deepcopy(tokenizer)
         num_shares = 1 if peers is None else Mesh.of(vars(settings.parallel), peers.hosts).num_shares
         self._mode = ExecutionMode(request, settings, model, self._tokenizer, limits, self._weights, meter, num_shares)
-        self._index = scan_input(request.input, may_be_empty=True)
-        self._reader = PromptReader(self._encoder, self._index, request.max_new_tokens, generates=generates)
+        self._index = scan_input(rows, name=request.input, may_be_empty=True)
+        self._reader = PromptReader(self._encoder, self._index, request.form, generates=generates)
+        for note in check_first_rows(self._index, request.form):
+            meter.note(note)
         self._sample: RowSample | None = None
         self._divided: Mapping[str, int] = {}
-        rows = map(self._reader.read, read_lines(request.input))
-        if tokenizer is None and self._index.num_rows and not any(isinstance(row, Prompt) for row in rows):
+        prompts = map(self._reader.read, read_lines(rows))
+        if tokenizer is None and self._index.num_rows and not any(isinstance(row, Prompt) for row in prompts):
             raise UnusableInput(f"model {self._checkpoint.folder} has no tokenizer; {NO_TOKENIZER}")
 
-    def run(self, out: OutputFile) -> JobSummary:
+    def run(self, out: Output) -> JobSummary:
         """Compute the rows missing from the output."""
         try:
             return self._run(out)
@@ -94,13 +98,15 @@ class JobRun:
                 self._peers.abandon(error)
             raise
 
-    def _run(self, out: OutputFile) -> JobSummary:
+    def _run(self, out: Output) -> JobSummary:
         meter, mode = self._meter, self._mode
         mode.limit_batch_size(self._index.num_rows)
         if out.manifest is not None and not self._request.restart:
             mode.reuse_batch_size(out.manifest.settings)
         self._manifest = self._new_manifest()
         states = self._resume(out)
+        if self._request.ordered:
+            out.keep_order(self._index)
         meter.num_rows = self._index.num_rows
         meter.num_finished = meter.num_skipped = meter.num_rows - states.count(RowState.MISSING)
         if self._peers is not None or (mode.is_batched and not self._manifest.sizes and plans_sizes(self._settings)):
@@ -124,7 +130,7 @@ class JobRun:
         assert RowState.MISSING not in states
         if not out.is_begun:  # an empty input
             out.begin(self._manifest)
-        out.check_unaltered()
+        out.finish()
         summary = self._summary(records)
         self._write_report(summary)
         if self._peers is not None:
@@ -144,7 +150,11 @@ class JobRun:
                 "tokenizer": tokenizer_hash(checkpoint.folder),
                 "chat_template": self._encoder.template_hash,
             },
-            input={"sha256": self._index.sha256, "size_bytes": self._index.size_bytes},
+            input={
+                "sha256": self._index.sha256,
+                "size_bytes": self._index.size_bytes,
+                **({} if request.limit is None else {"limit": request.limit}),
+            },
             settings=self._mode.settings(),
             versions=software(),
             began=datetime.now().astimezone(),
@@ -152,7 +162,7 @@ class JobRun:
             weights=self._weights.files,
         )
 
-    def _resume(self, out: OutputFile) -> bytearray:
+    def _resume(self, out: Output) -> bytearray:
         """Resume the job of the output, with its start time, model name and sizes.
 
         Returns:
@@ -219,7 +229,7 @@ class JobRun:
         num_rows, sample = self._index.num_rows, self._sample
         return (sample if sample is not None and sample.prompts else RowSample(num_rows, tuple(prompts))).job()
 
-    def _finish(self, batch: Batch, out: OutputFile, records: Records, source: BatchSource) -> None:
+    def _finish(self, batch: Batch, out: Output, records: Records, source: BatchSource) -> None:
         """Compute a batch if needed, and write its missing rows. The other ranks begin with the first one computed."""
         completer = self._load(batch.prompts) if batch.prompts else None
         if not out.is_begun:

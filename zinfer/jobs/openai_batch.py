@@ -61,6 +61,10 @@ class _CompletionRow(CompletionBody):
         raise ValueError("must be one text or one list of token ids (give each of several prompts a row of its own)")
 
 
+BODY_FIELDS = frozenset((*_ChatRow.model_fields, *_CompletionRow.model_fields))
+"""The fields of bodies: beside a body they would have no effect."""
+
+
 def read_request(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
     """Convert a line with a ``custom_id`` to the fields of a `Row`, without its id.
 

@@ -8,23 +8,26 @@ import fcntl
 import json
 import os
 import queue
+import sys
 import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from zinfer.errors import JobError
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
 from zinfer.jobs.records import encode_row, read_record, read_token_ids
-from zinfer.jobs.request import UnusableInput, manifest_path
+from zinfer.jobs.request import STANDARD_STREAM, UnusableInput, manifest_path
 from zinfer.jobs.rows import RowState
-from zinfer.nvme.whole_file import sync_folder
+from zinfer.nvme.whole_file import place_file, sync_folder
 
 _MOST_AT_ONCE: Final = 4096
 _READ_BYTES: Final = 1 << 14
+_STDOUT, _STDERR = 1, 2
 
 
 class OutputFile:
@@ -43,6 +46,7 @@ class OutputFile:
         self.is_begun = False
         self._manifest_path = manifest_path(path)
         self._size_bytes = 0
+        self._index: RowIndex | None = None
         self._begins = array("q")  # [num_rows] where the row of each ordinal begins, as of `resume`; -1: nowhere
         self._created = not path.exists()
         self._descriptor = self._open_locked()
@@ -92,6 +96,26 @@ class OutputFile:
         write_manifest(self._manifest_path, manifest)
         self.manifest = manifest
 
+    def keep_order(self, index: RowIndex) -> None:
+        """Let `finish` put the rows in the order of the input."""
+        self._index = index
+
+    def finish(self) -> None:
+        """Check that the rows are as written, and put them in order, if they are to be.
+
+        Raises:
+            JobError: the file was altered, or cannot be written.
+        """
+        self.check_unaltered()
+        if self._index is None:
+            return
+        self.resume(self._index)
+        if any(earlier > later for earlier, later in pairwise(self._begins)):
+            try:
+                place_file(self.path.resolve(), map(self._line_at, self._begins))
+            except OSError as error:
+                raise self._write_error(error) from error
+
     def resume(self, index: RowIndex) -> tuple[bytearray, int]:
         """Find the rows that the file holds, and drop a torn last line.
 
@@ -132,14 +156,9 @@ class OutputFile:
         Raises:
             JobError: the file cannot be read, or was changed since.
         """
-        begin, line = self._begins[ordinal], b""
+        begin = self._begins[ordinal]
         try:
-            while not line.endswith(b"\n"):
-                part = os.pread(self._descriptor, _READ_BYTES, begin + len(line))
-                if not part:
-                    raise ValueError("it has no end")
-                line += part[: part.find(b"\n") + 1 or None]
-            return read_token_ids(json.loads(line))
+            return read_token_ids(json.loads(self._line_at(begin)))
         except OSError as error:
             raise JobError(f"output {self.path} cannot be read: {error.strerror} (errno {error.errno})") from error
         except (ValueError, RecursionError) as error:
@@ -147,6 +166,15 @@ class OutputFile:
                 f"output {self.path} was changed while the job ran: at byte {begin} no row begins ({error}). Put back "
                 "what was there, if you can, and run the same command again"
             ) from error
+
+    def _line_at(self, begin: int) -> bytes:
+        line = b""
+        while not line.endswith(b"\n"):
+            part = os.pread(self._descriptor, _READ_BYTES, begin + len(line))
+            if not part:
+                raise ValueError("it has no end")
+            line += part[: part.find(b"\n") + 1 or None]
+        return line
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows and sync them to disk.
@@ -172,7 +200,10 @@ class OutputFile:
         self._size_bytes += len(data)
 
     def check_unaltered(self) -> None:
-        """Raise JobError if the file was replaced or its size changed since the last append."""
+        """Raise JobError if the file was replaced or its size changed since the last append.
+
+        A manifest that was removed is written again, since without it no run could go on; this too is a JobError.
+        """
         try:
             found = os.stat(self.path)
             num_bytes = found.st_size if os.path.samestat(found, os.fstat(self._descriptor)) else -1
@@ -183,6 +214,12 @@ class OutputFile:
             raise JobError(
                 f"output {self.path} was {how} while the job ran. Put back what was there, if you can, and run the "
                 "same command again: whole rows are kept and the others computed"
+            )
+        if self.manifest is not None and not self._manifest_path.exists():
+            self.keep(self.manifest)
+            raise JobError(
+                f"manifest {self._manifest_path} was removed while the job ran, and has been written again. Run the "
+                "same command again to go on: whole rows are kept and the others computed"
             )
 
     def _cut(self, num_bytes: int) -> None:
@@ -223,6 +260,82 @@ class OutputFile:
         )
 
 
+class Stdout:
+    """Stdout as the output of a job: rows alone. What else is printed there before `close` goes to stderr.
+
+    It has the methods of an `OutputFile`; no other run goes on from it.
+    """
+
+    def __init__(self) -> None:
+        self.path, self.is_begun = STANDARD_STREAM, False
+        self.manifest: Manifest | None = None
+        self._index: RowIndex | None = None
+        self._waiting: dict[int, bytes] = {}
+        self._next = 0  # ordinal of the row to write, if they are in order
+        sys.stdout.flush()
+        self._descriptor = os.dup(_STDOUT)
+        os.dup2(_STDERR, _STDOUT)
+
+    def close(self) -> None:
+        """Give stdout back."""
+        sys.stdout.flush()
+        os.dup2(self._descriptor, _STDOUT)
+        os.close(self._descriptor)
+
+    def check_same_job(self, now: Manifest) -> None:
+        """Do nothing: there are no earlier rows."""
+
+    def check_ours(self) -> None:
+        """Do nothing: there are no earlier rows."""
+
+    def begin(self, manifest: Manifest) -> None:
+        self.manifest, self.is_begun = manifest, True
+
+    def keep(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+
+    def resume(self, index: RowIndex) -> tuple[bytearray, int]:
+        return bytearray(index.num_rows), 0
+
+    def token_ids_of(self, ordinal: int) -> tuple[tuple[int, ...], ...] | None:
+        return None
+
+    def keep_order(self, index: RowIndex) -> None:
+        """Hold each row back, in memory, until those before it are written."""
+        self._index = index
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows.
+
+        Raises:
+            JobError: nobody reads stdout any more, or what it goes to is full.
+        """
+        data = b"".join(self._in_order(self._index, rows) if self._index else map(encode_row, rows))
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            raise JobError(f"stdout cannot be written: {error.strerror} (errno {error.errno})") from error
+
+    def _in_order(self, index: RowIndex, rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+        for row in rows:
+            ordinal = index.ordinal_of(read_record(row)[0], self._next)
+            assert ordinal is not None
+            self._waiting[ordinal] = encode_row(row)
+        while self._next in self._waiting:
+            yield self._waiting.pop(self._next)
+            self._next += 1
+
+    def check_unaltered(self) -> None:
+        """Do nothing: what is written is gone."""
+
+    def finish(self) -> None:
+        assert not self._waiting
+
+
+Output: TypeAlias = OutputFile | Stdout
+
+
 class RowWriter:
     """Writes rows in order on its own thread, and syncs them in groups.
 
@@ -231,7 +344,7 @@ class RowWriter:
         on_written: called with the number of rows just written.
     """
 
-    def __init__(self, out: OutputFile, on_written: Callable[[int], None]) -> None:
+    def __init__(self, out: Output, on_written: Callable[[int], None]) -> None:
         self._out, self._on_written = out, on_written
         # `put` may be interrupted by a signal at any line, which a SimpleQueue survives.
         self._rows: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from zinfer.errors import ConfigError, JobError
 from zinfer.jobs.index import RowIndex
+from zinfer.jobs.row_form import RowForm
 from zinfer.jobs.rows import BadRow, Line, Row, RowState, id_key, parse_line, row_of
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
@@ -51,7 +52,7 @@ class PromptReader:
     """Turns the rows of one input into prompts.
 
     Args:
-        max_new_tokens: default for rows that do not set it.
+        form: how the rows become requests.
         generates: whether the job generates tokens.
         check: returns the error of a valid row, from its line, that is not to be computed; else None.
     """
@@ -60,19 +61,19 @@ class PromptReader:
         self,
         encoder: PromptEncoder,
         index: RowIndex,
-        max_new_tokens: int | None = None,
+        form: RowForm = RowForm(),  # noqa: B008  # frozen
         *,
         generates: bool = True,
         check: Callable[[Row, int], BadRow | None] = lambda row, line_number: None,
     ) -> None:
         self.index = index
         self._encoder, self._check = encoder, check
-        self._max_new_tokens, self._generates = max_new_tokens, generates
+        self._form, self._generates = form, generates
 
     def read(self, line: Line) -> Prompt | BadRow:
         """Return the prompt of an input line, or the error for its output row."""
         parsed = parse_line(line)
-        row = row_of(parsed, self.index.id_of(parsed), self._max_new_tokens)
+        row = row_of(parsed, self.index.id_of(parsed), self._form)
         if isinstance(row, BadRow):
             return row
         if (refused := self._check(row, line.number)) is not None:
@@ -80,7 +81,7 @@ class PromptReader:
         prompt = encoded(row, line.number, self._encoder)
         if self._generates or isinstance(prompt, BadRow):
             return prompt
-        if row.openai or row.params != SamplingParams(max_new_tokens=self._max_new_tokens):
+        if row.openai or row.params != SamplingParams():
             return row.bad(line.number, "nothing is generated in this job; give a source and an id alone")
         return prompt
 
@@ -167,7 +168,7 @@ class BatchCutter:
             yield from index.lines()
         except OSError as error:
             raise JobError(
-                f"input {index.path} cannot be read: {error.strerror} (errno {error.errno}). The rows in the "
+                f"input {index.name} cannot be read: {error.strerror} (errno {error.errno}). The rows in the "
                 "output are kept; run the same command again to go on"
             ) from error
 

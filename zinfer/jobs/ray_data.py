@@ -14,6 +14,7 @@ from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError
 from zinfer.jobs.prompts import Prompt, encoded
 from zinfer.jobs.records import completed_record
+from zinfer.jobs.row_form import RowForm
 from zinfer.jobs.rows import BadRow, Line, parse_line, row_of
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
@@ -56,7 +57,7 @@ class LLMPredictor:
         model: a checkpoint folder with its tokenizer, on every node.
         config: DeepSpeed-style configuration, a dict or the path of a JSON file.
         max_new_tokens: default for rows that do not set it.
-        keep: columns to copy to the output.
+        keep: columns to copy to the output; others that are no fields of a row are left out.
         options: more keys of the configuration, such as ``device="cpu"``.
 
     Raises:
@@ -75,7 +76,7 @@ class LLMPredictor:
         taken = sorted(set(keep) & {_ID, *(field.name for field in _COLUMNS)})
         if taken:
             raise ConfigError(f"keep names {', '.join(taken)}, which the output has anyway; rename the column")
-        self._max_new_tokens, self._keep = max_new_tokens, tuple(keep)
+        self._form, self._keep = RowForm(max_new_tokens, keep=()), tuple(keep)
         checkpoint = Checkpoint.open(model)
         settings = resolve_settings(config, options, swaps=True)
         meta = build_meta_model(checkpoint, settings.dtype)
@@ -115,7 +116,7 @@ class LLMPredictor:
         except TypeError as error:  # of a column, such as a time
             return BadRow(number, str(error))
         parsed = parse_line(Line(number, data))
-        row = row_of(parsed, parsed.id, self._max_new_tokens)
+        row = row_of(parsed, parsed.id, self._form)
         if not isinstance(row, BadRow) and row.openai is not None:
             return BadRow(number, "rows of OpenAI's batches are for zinfer run; give the fields of a row")
         return row if isinstance(row, BadRow) else encoded(row, number, self._encoder)

@@ -65,7 +65,9 @@ class Records:
                 if item.is_openai:
                     record = error_response(item.id, item.message, item.fault)
                 with self._lock:
-                    self._fail(ordinal, record, "malformed" if item.is_malformed else _reason(item.message))
+                    self._fail(
+                        ordinal, {**record, **item.kept}, "malformed" if item.is_malformed else _reason(item.message)
+                    )
             else:
                 ordinals[id(item)] = ordinal
         return ordinals
@@ -84,13 +86,14 @@ class Records:
             if form is not None:
                 told = form.names.error(errors[0])
                 record = error_response(row_id, f"line {prompt.line}: {told}", Fault(500, told.field))
-            self._fail(ordinal, record, _reason(errors[0]))
+            self._fail(ordinal, {**record, **prompt.row.kept}, _reason(errors[0]))
             return
         if isinstance(answer, Encoding):
-            self._put({"id": row_id, **answer.fields, "num_prompt_tokens": len(prompt.token_ids)})
+            record = {"id": row_id, **answer.fields, "num_prompt_tokens": len(prompt.token_ids)}
         else:
-            self._put(self._responses.completed(prompt, form, answer) if form else completed_record(prompt, answer))
+            record = self._responses.completed(prompt, form, answer) if form else completed_record(prompt, answer)
             self.num_output_tokens += sum(len(each.token_ids) for each in answer)
+        self._put({**record, **prompt.row.kept})
         self.num_prompt_tokens += len(prompt.token_ids)
         self.states[ordinal] = RowState.DONE
 

@@ -1,13 +1,14 @@
 """Input rows: one JSON object a line, read lazily and validated strictly.
 
 `openai_batch` reads lines with a `custom_id`, which are in the OpenAI format. An invalid line becomes a `BadRow` with
-the reason; it never ends the job. Unknown keys are invalid, so a mistyped `temperture` does not become a greedy row.
+the reason; it never ends the job. Columns of the user's own are kept for the output row; one that is nearly the name of
+a field is invalid, so a mistyped `temperture` does not become a greedy row.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,22 +16,25 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from zinfer.errors import ConfigError
-from zinfer.jobs.openai_batch import OpenAIForm, read_request
+from zinfer.jobs.openai_batch import BODY_FIELDS, OpenAIForm, read_request
+from zinfer.jobs.row_form import FIELDS_OF_LINES, FIELDS_OF_ROWS, SOURCES, RowForm
 from zinfer.requests.client_names import FieldError
 from zinfer.requests.field_errors import field_error, short
 from zinfer.requests.json_object import SURROGATE, check_unicode, read_object
 from zinfer.requests.prompt_encoder import template_variables
-from zinfer.requests.sampling_params import SamplingParams, as_tuple
+from zinfer.requests.sampling_params import FIELDS, OTHER_SPELLINGS, SamplingParams, as_tuple
 
 RowId = str | int
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_SOURCES = ("prompt", "messages", "prompt_token_ids")
-_FIELDS = (*_SOURCES, "chat_template_kwargs", "reasoning_effort")
+_NO_COLUMNS = frozenset((*FIELDS_OF_LINES, *FIELDS_OF_ROWS, *BODY_FIELDS))  # beside a body
 
 
 class Row(BaseModel):
-    """One valid line. `id` defaults to the line number; `openai` is None in the job's own format."""
+    """One valid line.
+
+    `id` defaults to the line number; `openai` is None in the job's own format. `kept`: columns for the output row.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -44,6 +48,7 @@ class Row(BaseModel):
     reasoning_effort: str | None = None
     params: SamplingParams = SamplingParams()
     openai: OpenAIForm | None = None
+    kept: dict[str, Any] = {}
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -61,9 +66,9 @@ class Row(BaseModel):
 
     @model_validator(mode="after")
     def _one_source(self) -> "Row":
-        given = [name for name in _SOURCES if getattr(self, name) is not None]
+        given = [name for name in SOURCES if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"give one of {', '.join(map(repr, _SOURCES))}, and only one")
+            raise ValueError(f"give one of {', '.join(map(repr, SOURCES))}, and only one")
         if self.messages is None and (self.chat_template_kwargs is not None or self.reasoning_effort is not None):
             raise ValueError("reasoning_effort and chat_template_kwargs go with 'messages' alone")
         return self
@@ -83,9 +88,9 @@ class Row(BaseModel):
         """Return the error row for a problem found later; ``fault``: unless it is an invalid request."""
         form = self.openai
         if fault is not None:
-            return BadRow(self.id, f"line {line_number}: {problem}", form is not None, fault=fault)
+            return BadRow(self.id, f"line {line_number}: {problem}", form is not None, fault=fault, kept=self.kept)
         error = ConfigError(problem) if form is None else form.names.error(problem)
-        return bad_row(self.id, line_number, error, is_openai=form is not None)
+        return bad_row(self.id, line_number, error, is_openai=form is not None, kept=self.kept)
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class BadRow:
     """An invalid line, and why.
 
     `message` names line and field. `is_openai`: it has a valid `custom_id`. `is_malformed`: invalid for any model.
-    `field`: the one of OpenAI's body that is wrong, if it is one.
+    `field`: the one of OpenAI's body that is wrong, if it is one. `kept`: columns for the output row.
     """
 
     id: RowId
@@ -110,6 +115,7 @@ class BadRow:
     is_openai: bool = False
     is_malformed: bool = False
     fault: Fault = Fault()
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RowState(IntEnum):
@@ -186,42 +192,64 @@ def parse_line(line: Line) -> Parsed:
     return Parsed(line.number, record, None, own_id)
 
 
-def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int | None) -> Row | BadRow:
-    """Return the validated row, or its error; ``max_new_tokens`` is the default for rows that do not set it."""
-    problem = ConfigError(parsed.problem)
+def row_of(parsed: Parsed, row_id: RowId, form: RowForm) -> Row | BadRow:
+    """Return the validated row, or its error."""
+    problem, kept = ConfigError(parsed.problem), dict[str, Any]()
     if parsed.record is not None:
         try:
-            return _read_row(parsed.record, parsed.is_openai, row_id, max_new_tokens)
+            kept = form.kept(parsed.record)
+            return _read_row(parsed.record, parsed.is_openai, row_id, form, kept)
         except ConfigError as error:
             problem = error
-    return bad_row(row_id, parsed.line, problem, is_openai=parsed.is_openai, is_malformed=True)
+    return bad_row(row_id, parsed.line, problem, is_openai=parsed.is_openai, is_malformed=True, kept=kept)
 
 
 def bad_row(
-    row_id: RowId, line_number: int, problem: ConfigError, *, is_openai: bool, is_malformed: bool = False
+    row_id: RowId,
+    line_number: int,
+    problem: ConfigError,
+    *,
+    is_openai: bool,
+    is_malformed: bool = False,
+    kept: Mapping[str, Any],
 ) -> BadRow:
     """Return the error row of a line for a problem."""
     field = problem.field if is_openai and isinstance(problem, FieldError) else None
-    return BadRow(row_id, f"line {line_number}: {problem}", is_openai, is_malformed, Fault(param=field))
+    return BadRow(row_id, f"line {line_number}: {problem}", is_openai, is_malformed, Fault(param=field), kept)
 
 
-def _read_row(record: Mapping[str, Any], is_openai: bool, row_id: RowId, max_new_tokens: int | None) -> Row:
+def _read_row(record: Mapping[str, Any], is_openai: bool, row_id: RowId, form: RowForm, kept: Mapping[str, Any]) -> Row:
     """Return the validated row. Raises ConfigError."""
-    fields = (read_request if is_openai else _own_fields)(record, max_new_tokens)
+    fields = (_openai_fields if is_openai else _own_fields)(record, form)
     try:
-        row = Row.model_validate({"id": row_id, **fields})
+        row = Row.model_validate({"id": row_id, "kept": kept, **fields})
     except ValidationError as error:
-        form, message = fields.get("openai"), field_error(error, Row)
-        raise (ConfigError(message) if form is None else form.names.error(message)) from None
+        openai, message = fields.get("openai"), field_error(error, Row)
+        raise (ConfigError(message) if openai is None else openai.names.error(message)) from None
     check_unicode(record)
+    if form.seed is not None and row.params.seed is None:
+        seed = id_key(f"{form.seed} {json.dumps(row_id)}")
+        row = row.model_copy(update={"params": replace(row.params, seed=seed)})
     return row
 
 
-def _own_fields(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
+def _own_fields(record: Mapping[str, Any], form: RowForm) -> dict[str, Any]:
     """Convert a row in the job's own format to the fields of a `Row`, without its id. Raises ConfigError."""
     if record.keys() >= {"method", "url", "body"}:
         raise ConfigError("a row of an OpenAI batch needs a 'custom_id', a string, as its id")
-    source = {name: record[name] for name in _FIELDS if name in record}
-    sampling = {name: value for name, value in record.items() if name not in ("id", *_FIELDS)}
-    defaults = {"max_new_tokens": max_new_tokens}
-    return {**source, "params": SamplingParams.from_mapping(sampling, defaults=defaults, beside=("id", *_FIELDS))}
+    form.check_names(record)
+    sampling = {name: record[name] for name in (*FIELDS, *OTHER_SPELLINGS) if name in record}
+    defaults = {**form.sampling, "max_new_tokens": form.max_new_tokens}
+    return {**form.source(record), "params": SamplingParams.from_mapping(sampling, defaults=defaults)}
+
+
+def _openai_fields(record: Mapping[str, Any], form: RowForm) -> dict[str, Any]:
+    """Convert a row in the OpenAI format to the fields of a `Row`, without its id. Raises ConfigError.
+
+    A field of the body that is given beside it is not kept as a column: it would have no effect.
+    """
+    form.check_names(record)
+    line = {name: value for name, value in record.items() if name in _NO_COLUMNS}
+    if isinstance(body := line.get("body"), dict):
+        line["body"] = form.body(body, is_chat=line.get("url") == "/v1/chat/completions")
+    return read_request(line, form.max_new_tokens)

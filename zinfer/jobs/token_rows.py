@@ -10,7 +10,10 @@ from transformers import PreTrainedModel
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
+from zinfer.jobs.input_formats import open_rows
 from zinfer.jobs.prompts import Prompt, PromptReader
+from zinfer.jobs.request import InputFormat
+from zinfer.jobs.row_form import RowForm
 from zinfer.jobs.row_sample import RowSample
 from zinfer.jobs.rows import BadRow, read_lines
 from zinfer.model.context_length import read_limits
@@ -56,31 +59,41 @@ def read_prompts(
         )
     vocab_size, limits = model.config.get_text_config().vocab_size, read_limits(model, most_tokens)
     found: list[Prompt] = []
-    reader = _reader_of(prompts, tokenizer, vocab_size, limits, num_new_tokens)
-    for prompt in map(reader.read, read_lines(prompts)):
-        if isinstance(prompt, BadRow):
-            raise ConfigError(f"{prompts}: {prompt.message}; correct the row, or leave it out")
-        num_new = prompt.max_new_tokens if generates else num_new_tokens
-        if problem := limits.problem(len(prompt.token_ids), num_new):
-            raise ConfigError(f"{prompts}: line {prompt.line}: {problem}")
-        found.append(prompt)
+    with open_rows(prompts) as rows:
+        reader = _reader_of(rows, prompts, tokenizer, vocab_size, limits, RowForm(num_new_tokens))
+        for prompt in map(reader.read, read_lines(rows)):
+            if isinstance(prompt, BadRow):
+                raise ConfigError(f"{prompts}: {prompt.message}; correct the row, or leave it out")
+            num_new = prompt.max_new_tokens if generates else num_new_tokens
+            if problem := limits.problem(len(prompt.token_ids), num_new):
+                raise ConfigError(f"{prompts}: line {prompt.line}: {problem}")
+            found.append(prompt)
     return found
 
 
 def sample_rows(
-    input: Path, folder: Path, vocab_size: int, max_new_tokens: int | None, limits: LengthLimits
+    input: Path,
+    folder: Path,
+    vocab_size: int,
+    form: RowForm,
+    limits: LengthLimits,
+    *,
+    input_format: InputFormat = InputFormat.AUTO,
+    limit: int | None = None,
 ) -> RowSample:
-    """Return rows from all over an input file.
+    """Return rows from all over an input.
 
     Args:
         folder: checkpoint folder with the tokenizer.
-        max_new_tokens: default for rows that do not set it; None: as for `zinfer.jobs.run_job`.
+        form: how rows become requests.
+        input_format, limit: as for `open_rows`.
 
     Raises:
         UnusableInput: the file has no rows, or there is no tokenizer.
         ConfigError: none of the sampled rows is valid.
     """
-    sample = RowSample.read(_reader_of(input, folder, vocab_size, limits, max_new_tokens))
+    with open_rows(input, input_format, limit=limit) as rows:
+        sample = RowSample.read(_reader_of(rows, input, folder, vocab_size, limits, form))
     if not sample.prompts:
         why = sample.bad[0].message
         raise ConfigError(f"{input}: none of {sample.num_read:,} sampled rows can be used: {why}")
@@ -88,10 +101,10 @@ def sample_rows(
 
 
 def _reader_of(
-    input: Path, tokenizer: Path, vocab_size: int, limits: LengthLimits, max_new_tokens: int | None
+    rows: Path, name: Path, tokenizer: Path, vocab_size: int, limits: LengthLimits, form: RowForm
 ) -> PromptReader:
     encoder = PromptEncoder(find_tokenizer(tokenizer), vocab_size, limits)
-    return PromptReader(encoder, scan_input(input), max_new_tokens)
+    return PromptReader(encoder, scan_input(rows, name=name), form)
 
 
 def by_length(rows: Iterable[_T], length: Callable[[_T], int], most_tokens: int) -> list[list[_T]]:

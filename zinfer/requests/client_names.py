@@ -14,7 +14,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from zinfer.errors import ConfigError
-from zinfer.requests.field_errors import cut, field_error, misspelled_field
+from zinfer.requests.field_errors import cut, field_error, misspelling
 
 _QUOTED: Final = r"""(?<!\w)(?:'[^']*'|"[^"]*")"""
 """A value of the client's, in which nothing is renamed."""
@@ -87,7 +87,7 @@ def without_unknown(given: Mapping[str, Any], known: Collection[str]) -> dict[st
     if len(unknown) > _MAX_UNKNOWN:
         raise FieldError(f"the body has {len(unknown):,} unknown fields; {_MAX_UNKNOWN} at most are left out")
     for name in unknown:
-        if (message := misspelled_field(name, list(known))) is not None:
+        if (message := misspelling(name, list(known))) is not None:
             raise FieldError(message, name)
     for name in unknown:
         if (shown := cut(name)) not in _noted and len(_noted) < _MAX_NOTED:  # each once; clients choose the names

@@ -53,15 +53,14 @@ def field_error(error: ValidationError, model: Any) -> str:
 
 def unknown_field(name: str, known: Sequence[str]) -> str:
     """Return the message for an unknown field, with the name that it must be a misspelling of, else all known ones."""
+    return misspelling(name, known) or f"unknown field {name_of(name)}; known fields: {', '.join(dict.fromkeys(known))}"
+
+
+def misspelling(name: str, known: Sequence[str]) -> str | None:
+    """Return the message for an unknown field that must stand for a known one; None: it is like none of them."""
     known = list(dict.fromkeys(known))
-    return misspelled_field(name, known) or f"unknown field {name_of(name)}; known fields: {', '.join(known)}"
-
-
-def misspelled_field(name: str, known: Sequence[str]) -> str | None:
-    """Return the message for an unknown field that must be a known one, misspelled or by another interface's name."""
     if name in _GUIDED and "structured_outputs" in known:
-        hint = f"give structured_outputs an object with {_GUIDED[name]!r} instead"
-        return f"unknown field {name_of(name)}; {hint}"
+        return f"unknown field {name_of(name)}; give structured_outputs an object with {_GUIDED[name]!r} instead"
     near = difflib.get_close_matches(name[:_MAX_NAME], known, n=1, cutoff=_LEAST_LIKENESS)
     if _ELSEWHERE.get(name) in known:
         near = [_ELSEWHERE[name]]

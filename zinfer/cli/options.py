@@ -1,0 +1,73 @@
+"""Options that several commands have, spelt and described alike."""
+
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import typer
+
+from zinfer.cli.ending import Device
+from zinfer.jobs.request import WEIGHTS
+
+MODEL_PANEL: Final = "Model and machine"
+SAMPLING_PANEL: Final = "Sampling"
+
+Config = Annotated[
+    Path | None, typer.Option(help="DeepSpeed-style JSON with further settings.", rich_help_panel=MODEL_PANEL)
+]
+DeviceOption = Annotated[Device, typer.Option(help="Where the layers compute.", rich_help_panel=MODEL_PANEL)]
+WeightForm = Literal["fp16", "int8", "int4", "fp8"]
+Weights = Annotated[
+    WeightForm | None,
+    typer.Option(help="Form of the weights; quantized while they load.", rich_help_panel=MODEL_PANEL),
+]
+CacheForm = Literal["int8", "fp8"]
+KVCache = Annotated[
+    CacheForm | None, typer.Option("--kv-cache", help="Form of the KV cache.", rich_help_panel=MODEL_PANEL)
+]
+MaxDeviceMemory = Annotated[
+    str | None, typer.Option(help='Most device memory to use, such as "20GB".', rich_help_panel=MODEL_PANEL)
+]
+System = Annotated[str | None, typer.Option(help="System message of chats that have none.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Most tokens of an answer. Default: 128."),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(min=0, help="0: always the likeliest token.", rich_help_panel=SAMPLING_PANEL),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Draw from the likeliest tokens of this probability.", rich_help_panel=SAMPLING_PANEL),
+]
+TopK = Annotated[
+    int | None, typer.Option(help="Draw from so many of the likeliest tokens.", rich_help_panel=SAMPLING_PANEL)
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(help="Draw from tokens at least so likely, beside the likeliest.", rich_help_panel=SAMPLING_PANEL),
+]
+Seed = Annotated[int | None, typer.Option(help="Of the draws.", rich_help_panel=SAMPLING_PANEL)]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help=r"Text that ends an answer; repeatable. \n is a line break.", rich_help_panel=SAMPLING_PANEL),
+]
+
+
+def stated_keys(
+    weights: WeightForm | None = None, kv_cache: CacheForm | None = None, max_device_memory: str | None = None
+) -> dict[str, Any]:
+    """Return the keys of the configuration that options state."""
+    keys = dict[str, Any]() if weights is None else dict(WEIGHTS[weights])
+    keys |= {} if kv_cache is None else {"kv_cache_dtype": kv_cache}
+    return keys if max_device_memory is None else keys | {"max_device_memory": max_device_memory}
+
+
+def option_words(**options: object) -> list[str]:
+    """Return the words of a command line that state these options; None: not stated."""
+    return [
+        word
+        for name, value in options.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
