@@ -88,6 +88,10 @@ class Progress(ABC):
     def share(self) -> float | None:
         """Done of all, from 0 to 1; None before that is known."""
 
+    def pass_s(self) -> float | None:
+        """Predicted seconds of a pass, which is waited for when the work is to stop; None if unknown."""
+        return None
+
     def note(self, text: str) -> None:
         """Say something once, above the display, and keep it."""
         self.notes.append(text)
@@ -96,14 +100,30 @@ class Progress(ABC):
 
 
 Shown = TypeVar("Shown", bound=Progress)
+_current: list[Progress] = []
+
+
+def pass_seconds() -> float | None:
+    """Return the predicted seconds of a pass of the work that is shown; None if unknown."""
+    return _current[-1].pass_s() if _current else None
 
 
 @contextmanager
 def shown(progress: Shown, interval_s: float = HEARTBEAT_S) -> Iterator[Shown]:
     """Show it on its console until the block ends. A console that can show nothing more does not end the block."""
+    _current.append(progress)
+    try:
+        with _on_console(progress, interval_s):
+            yield progress
+    finally:
+        _current.remove(progress)
+
+
+@contextmanager
+def _on_console(progress: Progress, interval_s: float) -> Iterator[None]:
     console = progress.console
     if console is None:
-        yield progress
+        yield
         return
     former = console.file
     console.file = cast(IO[str], LastingStream(former))
@@ -111,7 +131,7 @@ def shown(progress: Shown, interval_s: float = HEARTBEAT_S) -> Iterator[Shown]:
     live = Live(get_renderable=bar, console=console, refresh_per_second=4, transient=True)
     try:
         with live if console.is_terminal else _heartbeat(progress, console, interval_s):
-            yield progress
+            yield
     finally:
         console.file = former
 

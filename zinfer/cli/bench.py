@@ -51,7 +51,7 @@ def bench(
         with exit_on_error():
             print("\n".join(KNOWN_MODELS))
         return
-    with exit_on_error(), raise_on_signals():
+    with exit_on_error(), raise_on_signals(makes_passes=True):
         cap_bytes = None if memory_cap is None else _cap_bytes(memory_cap)
         with importing():
             from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Final, Literal, NoReturn, TextIO, cast
 
@@ -15,10 +16,11 @@ import typer
 from rich.console import Console
 
 from zinfer.cli.rank_endings import LAUNCHER, Ending, note_ending, wait_for_cause
-from zinfer.display import LastingStream, print_text
+from zinfer.display import LastingStream, pass_seconds, print_text
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError, RankError, silent_rank_of
 from zinfer.jobs.request import OtherRankFailed, UnusableInput
 from zinfer.ranks.environment import host_name, spoken_rank
+from zinfer.units import duration
 
 Device = Literal["auto", "cuda", "cpu"]
 
@@ -123,20 +125,39 @@ def protect_streams() -> None:
 
 
 @contextmanager
-def raise_on_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise `Interrupted` once; a second SIGINT or SIGTERM kills the process.
+def raise_on_signals(*, makes_passes: bool = False) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise `Interrupted` once.
 
-    Further SIGHUPs are ignored: a closing terminal sends several.
+    A second SIGINT or SIGTERM removes temporary folders and kills the process. Further SIGHUPs are ignored: a closing
+    terminal sends several.
+
+    Args:
+        makes_passes: the command waits for the pass that it is in, perhaps for hours, and says so at once.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         for each in ending_signals():
-            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else _end_now)
         _received.append(number)
+        if makes_passes and LAUNCHER not in os.environ and spoken_rank() in (None, 0):
+            seconds = pass_seconds()
+            pass_s = f" (up to {duration(seconds)})" if seconds else ""
+            with suppress(OSError):  # not by print, which may be under way
+                os.write(2, f"zinfer: stopping after this pass{pass_s}; press Ctrl-C again to stop now\n".encode())
         raise Interrupted(number)
 
     with _handled_by(interrupt):
         yield
+
+
+def _end_now(number: int, frame: FrameType | None) -> None:
+    """Remove this process's temporary folders, which may hold gigabytes, and let the signal end it."""
+    for each in gc.get_objects():  # whoever made them
+        if isinstance(each, TemporaryDirectory):
+            with suppress(OSError):
+                each.cleanup()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 @contextmanager

@@ -188,7 +188,7 @@ def run(
     if output is None:
         raise typer.BadParameter("give the file for the rows, or - for stdout", param_hint="--output")
     to_stdout = output == STANDARD_STREAM
-    with exit_on_error(None if to_stdout else lambda: _kept(output)), raise_on_signals():
+    with exit_on_error(None if to_stdout else lambda: _kept(output)), raise_on_signals(makes_passes=True):
         with importing():
             from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch
 

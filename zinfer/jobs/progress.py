@@ -257,6 +257,11 @@ class Meter(Progress):
             return max(0.0, left * (self.running_s + self._trusted_s) / (done + self._trusted_s))
         return self.forecast.seconds(self.forecast.num_rows) or None
 
+    def pass_s(self) -> float | None:
+        forecast = self.forecast
+        passes = forecast.passes(forecast.num_rows) if forecast.stretches else 0.0
+        return forecast.seconds(forecast.num_rows) / passes if passes else None
+
     def share(self) -> float | None:
         return (self.num_skipped + self._fresh_rows) / max(1, self.num_rows) if self.phase == "running" else None
 
