@@ -98,3 +98,19 @@ def test_after_a_signal_no_answer_to_an_earlier_question_is_taken(served: Served
     served.values.set("model/late", b"")
     store.set("now", b"value")
     assert store.get("now") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (TimeoutError("no answer"), "gone: None"),
+        (TimeoutError(110, "Connection timed out"), "timed out"),
+        (EOFError(), "its connection ended"),
+    ],
+)
+def test_a_rank_0_that_does_not_answer_is_told_from_one_that_is_gone(failure: Exception, said: str) -> None:
+    def connect() -> Connection:
+        raise failure
+
+    with pytest.raises(RankError, match=said):
+        RankStore(connect, "model", gone, lambda: None)

@@ -5,6 +5,8 @@ at the other end (`zinfer.ranks.sockets`). Values are bytes: nothing that is rec
 """
 
 import math
+import os
+import struct
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -18,6 +20,8 @@ from zinfer.errors import RankError
 from zinfer.ranks.sockets import SILENCE_S
 
 _LEAST_PAUSE_S: Final = 20e-6
+_LENGTH: Final = struct.Struct("!i")  # as `Connection` writes it, of less than 2 GiB
+_READ_BYTES: Final = 1 << 16
 _LOOK_S: Final = 1.0  # for what another connection has found
 
 
@@ -81,15 +85,30 @@ class StoredValues:
 
     def serve(self, connection: Connection) -> None:
         """Answer the questions of one rank until its connection ends, or asks what no rank does."""
-        with suppress(EOFError, OSError), connection:
-            while True:
-                name, *args = msgspec.msgpack.decode(connection.recv_bytes())
+        with suppress(OSError), connection:
+            for question in _messages(connection):
+                name, *args = msgspec.msgpack.decode(question)
                 connection.send_bytes(msgspec.msgpack.encode(_CALLS[name](self, *args)))
 
     def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value
         for each in self._awaited.pop(key, ()):
             each.set()
+
+
+def _messages(connection: Connection) -> Iterator[bytes]:
+    """Yield what the other end sends by `Connection.send_bytes`, until the connection ends.
+
+    A small message takes one call to the system: after each, this thread waits for those that hold Python's lock.
+    """
+    held = b""
+    while True:
+        while len(held) < _LENGTH.size or len(held) < (end := _LENGTH.size + _LENGTH.unpack_from(held)[0]):
+            if not (more := os.read(connection.fileno(), _READ_BYTES)):
+                return
+            held += more
+        yield held[_LENGTH.size : end]
+        held = held[end:]
 
 
 _CALLS: Final[dict[Any, Callable[..., Any]]] = {
@@ -187,5 +206,8 @@ class RankStore:
         raise self._gone(None)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception) -> str | None:
+    """Return why a connection is of no use; None: the other end is there, and does not answer."""
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return None
     return str(error).splitlines()[0] if str(error) else "its connection ended"
