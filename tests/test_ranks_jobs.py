@@ -326,6 +326,8 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         choose_num_ranks(4, "auto")
     assert [choose_num_ranks(stated, "auto") for stated in (None, 1, 2)] == [1, 1, 2]
     assert [choose_num_ranks(stated, "cpu") for stated in (None, 4)] == [1, 4]
+    with pytest.raises(ConfigError, match="--ranks 10000000000 is more than 256 processes on one host"):
+        choose_num_ranks(10**10, "cpu")
 
 
 @pytest.mark.parametrize(

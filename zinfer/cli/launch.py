@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zinfer.config.parallel import Parallel
 
 _PR_SET_PDEATHSIG: Final = 1
+_MOST_RANKS: Final = 256
 _AGAIN: Final = "run the same command again to go on"
 
 
@@ -41,7 +42,7 @@ def choose_num_ranks(
         most: ranks that the job has work for; None: any number.
 
     Raises:
-        ConfigError: the number is more than there are GPUs.
+        ConfigError: the number is more than there are GPUs, or than a host is to start.
     """
     import torch
 
@@ -58,6 +59,8 @@ def choose_num_ranks(
         raise ConfigError(
             f"--ranks {stated} needs {stated} GPUs, and torch sees {num_gpus}; give fewer, or --device cpu"
         )
+    if stated > _MOST_RANKS:
+        raise ConfigError(f"--ranks {stated} is more than {_MOST_RANKS} processes on one host; give fewer")
     return stated
 
 
