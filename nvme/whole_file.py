@@ -43,6 +43,15 @@ def place_file(path: Path, pieces: Iterable[bytes | memoryview], temporary: Path
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def sync_file(path: Path) -> None:
+    """Sync a file's bytes. Raises OSError if they cannot be."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Sync a folder, so that new names in it survive a power cut.
 

@@ -27,6 +27,17 @@ with socket.socket(socket.AF_UNIX) as end:
     end.sendall((5).to_bytes(8, "little") + b"?????")
     time.sleep(600)
 """
+UNABLE: Final = """
+import socket, sys
+from msgspec import msgpack
+from zinfer.requests.length_limits import LengthLimits
+from zinfer.serve.messages import Ready
+data = msgpack.encode(Ready(9, LengthLimits(), 9))
+with socket.socket(socket.AF_UNIX) as end:
+    end.connect(sys.argv[2])
+    end.sendall(len(data).to_bytes(8, "little") + data)
+"""
+"""Is ready, and ends before it answers anything."""
 FAMILY: Final = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -93,3 +104,18 @@ def test_no_process_outlives_its_replica(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="replica 0 ended with exit code 0"):
         asyncio.run(start())
     assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
+
+
+def test_a_replica_that_answers_nothing_is_started_again_after_longer_pauses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def start() -> None:
+        replica = Replica(0, [sys.executable, "-c", UNABLE], tmp_path)
+        await replica.start()
+        async with asyncio.timeout(END_S):
+            while "it is started again in 2 s" not in caplog.text:
+                await asyncio.sleep(0.05)
+        await replica.close()
+
+    asyncio.run(start())
+    assert "it is started again in 1 s" in caplog.text

@@ -13,7 +13,7 @@ from zinfer.errors import ConfigError, SilentRankError
 from zinfer.jobs.request import Pooling
 
 _MIB = 1 << 20
-_EXTRA = ("aiofiles", "fastapi", "httptools", "msgspec", "multipart", "prometheus_client", "uvicorn", "uvloop")
+_EXTRA = ("fastapi", "httptools", "msgspec", "multipart", "prometheus_client", "uvicorn", "uvloop")
 
 
 class ServedTask(StrEnum):
@@ -48,6 +48,7 @@ def serve(
     max_body: Annotated[int, typer.Option(min=1, help="MiB of a request's body; larger ones get 413.")] = 16,
     files: Annotated[Path | None, typer.Option(help="Folder for files and batches; without it there are none.")] = None,
     max_file: Annotated[int, typer.Option(min=1, help="MiB of an uploaded file; larger ones get 413.")] = 512,
+    file_quota: Annotated[int, typer.Option(min=1, help="GiB of all files of one API key; more gets 413.")] = 64,
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM file of the certificate, for TLS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
     allowed_origin: Annotated[
@@ -130,6 +131,7 @@ def serve(
             files,
             drain,
             arrive,
+            file_quota << 30,
         )
         limits = ServiceLimits(max_requests, is_shared=len(api_key or ()) > 1)
         run_server([words] * replicas, find_tokenizer(model), options, limits, say)

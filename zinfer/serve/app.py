@@ -28,6 +28,7 @@ from zinfer.serve.service import Service
 
 MOST_BODY_BYTES: Final = 16 << 20
 MOST_FILE_BYTES: Final = 512 << 20
+FILE_QUOTA_BYTES: Final = 64 << 30
 
 
 def make_app(
@@ -38,6 +39,7 @@ def make_app(
     folder: Path | None,
     most_body_bytes: int = MOST_BODY_BYTES,
     most_file_bytes: int = MOST_FILE_BYTES,
+    file_quota_bytes: int = FILE_QUOTA_BYTES,
 ) -> FastAPI:
     """Return the application.
 
@@ -47,6 +49,7 @@ def make_app(
         origins: that browsers may call it from.
         most_body_bytes: larger bodies get 413.
         most_file_bytes: likewise of uploaded files.
+        file_quota_bytes: of all files of one key.
         folder: for files and batches; None: there are no such routes.
     """
     batches: Batches | None = None
@@ -71,7 +74,7 @@ def make_app(
     app.include_router(embedding_routes(service))
     if folder is not None:
         folder = folder.absolute()  # as messages name it, whose folders clients are not told
-        files = FileStore(folder / "files")
+        files = FileStore(folder / "files", file_quota_bytes)
         batches = Batches(folder / "batches", service, files)
         service.metrics.add(BatchMetrics(service.names[0], batches.progress))
         app.include_router(file_routes(files, batches))

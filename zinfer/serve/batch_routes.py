@@ -1,6 +1,6 @@
 """OpenAI's routes for files and batches."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from fastapi import APIRouter, Form, Query, Request, UploadFile
@@ -14,7 +14,6 @@ from zinfer.serve.body import described, read_model
 from zinfer.serve.errors import ApiError
 from zinfer.serve.file_store import FileStore, StoredFile
 
-_CHUNK_BYTES: Final = 1 << 20
 _MOST_LISTED: Final = 10_000
 _Kept = TypeVar("_Kept", StoredFile, Batch)
 
@@ -23,7 +22,10 @@ class _BatchBody(OpenBody):
     input_file_id: str
     endpoint: str
     completion_window: Annotated[str, Field(pattern="^24h$", description="'24h'")]
-    metadata: Annotated[dict[str, str] | None, Field(max_length=16)] = None
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None,
+        Field(max_length=16, description="at most 16 pairs of texts, of 64 and 512 characters"),
+    ] = None
 
 
 class _Listed(BaseModel):
@@ -53,7 +55,7 @@ def file_routes(files: FileStore, batches: Batches) -> APIRouter:
                 raise ApiError(400, f"{field:.60} is not supported; {remedy}", param=field)
         if purpose != "batch":
             raise ApiError(400, f"purpose must be 'batch', not {purpose!r:.60}", param="purpose")
-        return await files.add(_chunks(file), (file.filename or "file")[:256], purpose)
+        return await files.add(file.file, (file.filename or "file")[:256], purpose)
 
     @router.get("")
     def listed(asked: Annotated[_ListedFiles, Query()]) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def batch_routes(batches: Batches) -> APIRouter:
     @router.post("", openapi_extra=described(_BatchBody))
     async def create(request: Request) -> Batch:
         body = await read_model(request, _BatchBody)
-        return batches.create(body.input_file_id, body.endpoint, body.completion_window, body.metadata)
+        return await batches.create(body.input_file_id, body.endpoint, body.completion_window, body.metadata)
 
     @router.get("")
     async def listed(asked: Annotated[_Listed, Query()]) -> dict[str, Any]:
@@ -96,14 +98,9 @@ def batch_routes(batches: Batches) -> APIRouter:
 
     @router.post("/{name}/cancel")
     async def cancel(name: str) -> Batch:
-        return batches.cancel(name)
+        return await batches.cancel(name)
 
     return router
-
-
-async def _chunks(file: UploadFile) -> AsyncIterator[bytes]:
-    while chunk := await file.read(_CHUNK_BYTES):
-        yield chunk
 
 
 def _page(several: Sequence[_Kept], asked: _Listed) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from datetime import datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from zinfer.serve.batch_job import BatchJob, suspects_path
 from zinfer.serve.batch_rows import count_rows, divide, missing_rows
 from zinfer.serve.caller import CALLER, may_see
 from zinfer.serve.errors import ApiError
-from zinfer.serve.file_store import FileStore, json_with_owner, ordered_name
+from zinfer.serve.file_store import FileStore, json_with_owner, ordered_name, read_kept
 from zinfer.serve.service import Service
 from zinfer.serve.tasks import lasting
 
@@ -37,10 +38,13 @@ class Batches:
     def __init__(self, folder: Path, service: Service, files: FileStore) -> None:
         (folder / "rows").mkdir(parents=True, exist_ok=True)
         self._folder, self._service, self._files = folder, service, files
-        found = [Batch.model_validate_json(path.read_bytes()) for path in folder.glob("batch_*.json")]
+        for path in folder.glob(".batch_*.tmp"):  # the server was killed as it wrote it
+            path.unlink()
+        found = [read_kept(path, Batch) for path in folder.glob("batch_*.json")]
         self._batches = {each.id: each for each in sorted(found, key=lambda each: each.id)}
         self._job: tuple[str, BatchJob] | None = None
         self._has_more = asyncio.Event()
+        self._keeping = asyncio.Lock()
         self._busy: set[str] = set()
         self._counted = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -64,9 +68,14 @@ class Batches:
             with suppress(asyncio.CancelledError):
                 await task
 
-    def create(self, input_file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None) -> Batch:
-        """Begin a batch. Raises ApiError if there is no such file or endpoint."""
-        self._files.get(input_file_id)
+    async def create(self, input_file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None) -> Batch:
+        """Begin a batch; it is on the disk then.
+
+        Raises:
+            ApiError: there is no such file or endpoint.
+            OSError: it cannot be written; there is none then.
+        """
+        self._files.path(input_file_id)
         if endpoint not in URLS:
             raise ApiError(400, f"endpoint must be one of {', '.join(URLS)}, not {endpoint!r:.60}", param="endpoint")
         now = int(time.time())
@@ -80,7 +89,15 @@ class Batches:
             metadata=metadata,
             owner=CALLER.get(),
         )
-        self._keep(batch)
+        self._busy.add(batch.id)  # it does not begin yet, but its input must stay
+        self._batches[batch.id] = batch
+        try:
+            await self._keep(batch)
+        except BaseException:
+            del self._batches[batch.id]
+            raise
+        finally:
+            self._busy.discard(batch.id)
         self._has_more.set()
         return batch
 
@@ -97,15 +114,18 @@ class Batches:
         """Return the caller's batches, the newest first."""
         return [self.get(name) for name, each in reversed(self._batches.items()) if may_see(each.owner)]
 
-    def cancel(self, name: str) -> Batch:
+    async def cancel(self, name: str) -> Batch:
         """End a batch; rows that are complete stay. Raises ApiError if it has ended, or there is none."""
         batch = self.get(name)
         if not batch.is_unfinished:
             raise ApiError(400, f"batch {name} is {batch.status} and cannot be cancelled")
         if batch.status in ("validating", "in_progress"):
-            self._set(batch, "cancelling")
             if self._job is not None and self._job[0] == name:
                 self._job[1].stop()
+            batch.status, batch.cancelling_at = "cancelling", int(time.time())
+            shown = batch.model_copy()  # it may be cancelled by the time that this is written
+            await self._keep(batch)
+            return shown
         return batch
 
     def check_unused(self, file: str) -> None:
@@ -143,7 +163,7 @@ class Batches:
             if self._job is not None and self._job[1].counts["total"] and self._counted != self._job[0]:
                 self._counted = self._job[0]
                 with suppress(OSError):
-                    self._keep(self.get(self._counted))  # so that they do not fall if the server is killed
+                    await self._keep(self.get(self._counted))  # so that they do not fall if the server is killed
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _end(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
@@ -164,13 +184,13 @@ class Batches:
             began = datetime.fromtimestamp(batch.created_at).astimezone()
             job = BatchJob(self._service, self._input(batch), self._rows(batch), batch.endpoint, began)
             self._job = batch.id, job
-            self._set(batch, "in_progress")
+            await self._set(batch, "in_progress")
             await self._run_until(job, batch.expires_at)
         if batch.status == "cancelling":
             await self._finish(batch, "cancelled")
             return
         if batch.status == "in_progress":
-            self._set(batch, "finalizing")
+            await self._set(batch, "finalizing")
         await self._finish(batch, "completed" if batch.is_whole else "expired")
 
     def _rows(self, batch: Batch) -> Path:
@@ -179,9 +199,10 @@ class Batches:
     def _input(self, batch: Batch) -> Path:
         try:
             return self._files.path(batch.input_file_id)
-        except ApiError:
+        except ApiError as error:
             remedy = "upload it again, and create another batch"
-            raise JobError(f"the input {batch.input_file_id} was deleted before it was computed; {remedy}") from None
+            problem = f"the input {batch.input_file_id} was deleted before it was computed; {remedy}"
+            raise JobError(problem if error.status == HTTPStatus.NOT_FOUND else error.message) from None
 
     async def _fail(self, batch: Batch, error: Exception) -> None:
         """End a batch by an error; the rows that it has so far are handed out."""
@@ -194,7 +215,7 @@ class Batches:
         except OSError as again:  # the disk is full, for instance
             log.warning("batch %s: its rows stay in %s until the next start: %s", batch.id, self._rows(batch), again)
         with suppress(OSError):  # else the next server goes on with it
-            self._set(batch, "failed")
+            await self._set(batch, "failed")
 
     def _told(self, error: Exception) -> str:
         """Return the message of an error for clients: files have their names there, and not the server's folders."""
@@ -229,11 +250,11 @@ class Batches:
             parts, counts = await asyncio.to_thread(divide, rows, expired)
             for kind, part in parts.items():
                 name = f"file-{batch.id.removeprefix('batch_')}-{kind}"  # the same if this is done again
-                self._files.adopt(part, name, f"{batch.id}_{kind}.jsonl", "batch_output", batch.owner)
+                await self._files.adopt(part, name, f"{batch.id}_{kind}.jsonl", "batch_output", batch.owner)
                 setattr(batch, f"{kind}_file_id", name)
             total = max(batch.request_counts["total"], sum(counts.values()) + len(expired))
             batch.request_counts = {"total": total, **counts}
-        self._set(batch, status)
+        await self._set(batch, status)
         rows.unlink(missing_ok=True)
         manifest_path(rows).unlink(missing_ok=True)
         suspects_path(rows).unlink(missing_ok=True)
@@ -245,13 +266,13 @@ class Batches:
             log.warning("batch %s: its rows cannot be told: %s", batch.id, error)
             return []
 
-    def _set(self, batch: Batch, status: str) -> None:
+    async def _set(self, batch: Batch, status: str) -> None:
         batch.status = status
         name = f"{status}_at"
         if getattr(batch, name, 0) is None:
             setattr(batch, name, int(time.time()))
-        self._keep(batch)
+        await self._keep(batch)
 
-    def _keep(self, batch: Batch) -> None:
-        self._batches[batch.id] = batch
-        replace_file(self._folder / f"{batch.id}.json", json_with_owner(batch))
+    async def _keep(self, batch: Batch) -> None:
+        async with self._keeping:  # the last state is written last
+            await asyncio.to_thread(replace_file, self._folder / f"{batch.id}.json", json_with_owner(batch))

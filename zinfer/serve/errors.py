@@ -1,5 +1,6 @@
 """Errors of requests, as OpenAI's interface tells them."""
 
+import errno
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from zinfer.errors import ConfigError
 from zinfer.requests.client_names import FieldError
 from zinfer.requests.field_errors import cut, name_of, short
 
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLIENT_GONE: Final = 499  # in the log; nobody reads it
 _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -78,6 +80,9 @@ class ApiError(Exception):
             return cls(503, str(error), retry_after_s=1)
         if isinstance(error, RequestFailed):
             return cls(500, str(error))
+        if isinstance(error, OSError) and error.errno in _FULL:
+            remedy = "delete files that are needed no longer, or let the server have a larger disk"
+            return cls(507, f"the server's disk is full ({error.strerror}), and nothing was stored; {remedy}")
         raise error
 
     @property
@@ -95,6 +100,8 @@ def handle_errors(app: FastAPI) -> None:
 
     async def answer_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, OSError):  # a form that cannot be held
+            return await answer(request, error.__cause__)
         told = ApiError(error.status_code, str(error.detail))
         return JSONResponse(told.body, told.status, headers=error.headers)
 
@@ -108,7 +115,7 @@ def handle_errors(app: FastAPI) -> None:
 
     app.add_exception_handler(ClientGone, close)
     app.add_exception_handler(ClientDisconnect, close)  # within the body
-    for kind in (ApiError, ConfigError, ReplicaGone, RequestFailed):
+    for kind in (ApiError, ConfigError, ReplicaGone, RequestFailed, OSError):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(HTTPException, answer_http)
     app.add_exception_handler(RequestValidationError, answer_invalid)

@@ -18,7 +18,7 @@ import uvloop
 from zinfer.errors import ConfigError
 from zinfer.nvme.temporary_folder import temporary_folder
 from zinfer.serve import files_folder
-from zinfer.serve.app import MOST_BODY_BYTES, MOST_FILE_BYTES, make_app
+from zinfer.serve.app import FILE_QUOTA_BYTES, MOST_BODY_BYTES, MOST_FILE_BYTES, make_app
 from zinfer.serve.http_protocol import bounded_protocol
 from zinfer.serve.replica import Replica
 from zinfer.serve.service import Service, ServiceLimits
@@ -41,7 +41,7 @@ class ServerOptions:
         uds: path of a Unix socket to listen on instead of host and port.
         certificate, key_file: PEM files for TLS.
         root_path: prefix that a proxy strips.
-        api_keys, origins, most_body_bytes, most_file_bytes, folder: as for `make_app`.
+        api_keys, origins, most_body_bytes, most_file_bytes, file_quota_bytes, folder: as for `make_app`.
         drain_s: how long requests under way may take after SIGTERM.
         arrive_s: how long a request may take to arrive, and its answer to be read, as for `BoundedProtocol`.
     """
@@ -60,6 +60,7 @@ class ServerOptions:
     folder: Path | None = None
     drain_s: int = _DRAIN_S
     arrive_s: float = 20.0
+    file_quota_bytes: int = FILE_QUOTA_BYTES
 
 
 class _Server(uvicorn.Server):
@@ -133,6 +134,7 @@ async def _serve(service: Service, options: ServerOptions, say: Callable[[str], 
         origins=options.origins,
         most_body_bytes=options.most_body_bytes,
         most_file_bytes=options.most_file_bytes,
+        file_quota_bytes=options.file_quota_bytes,
         folder=options.folder,
     )
     config = uvicorn.Config(
