@@ -114,6 +114,41 @@ def test_an_engine_that_is_dropped_is_collected(folder: Path) -> None:
     assert open_descriptors() == descriptors
 
 
+@pytest.mark.parametrize("homes", HOMES)
+def test_a_module_outlives_its_engine(folder: Path, homes: str) -> None:
+    """Scripts write `model = init_inference(...)` and then `model = model.module`."""
+    threads, descriptors = settled_threads(), open_descriptors()
+    model = zinfer.init_inference(folder, config_for(folder, homes, 2, "cpu"))
+    expected = greedy(model)
+    model = model.module
+    gc.collect()
+    assert torch.equal(greedy(model), expected)
+    zinfer.init_inference(folder, config_for(folder, homes, 2, "cpu")).destroy()
+    assert torch.equal(greedy(model), expected)
+    del model
+    gc.collect()
+    assert settled_threads() == threads
+    assert open_descriptors() == descriptors
+
+
+def test_a_dropped_engine_is_cleaned_up_before_the_next_is_made(folder: Path) -> None:
+    threads = settled_threads()
+    gc.disable()
+    try:
+        for _ in range(3):
+            engine = zinfer.init_inference(folder, config_for(folder, "disk", 2, "cpu"))
+            greedy(engine)
+            own = settled_threads() - threads
+            del engine
+        last = zinfer.init_inference(folder, config_for(folder, "disk", 2, "cpu"))
+        greedy(last)
+        assert settled_threads() - threads == own
+        last.destroy()
+    finally:
+        gc.enable()
+    assert settled_threads() == threads
+
+
 def resident_bytes() -> int:
     """Memory of this process, without what the C library keeps of freed memory for the next allocation."""
     ctypes.CDLL(None).malloc_trim(0)

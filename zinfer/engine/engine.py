@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from zinfer.config import Settings
 from zinfer.engine.call_args import can_repeat, looks_at_logits, moved
 from zinfer.engine.finite_check import FiniteWatch
-from zinfer.engine.streamed_model import StreamedModel
+from zinfer.engine.streamed_model import StreamedModel, collect_dropped
 from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.build import find_dtype
@@ -49,7 +49,8 @@ class AroundModule(nn.Module):
 class InferenceEngine(AroundModule, StreamedModel):
     """A model whose weights stream while it runs; made by `zinfer.init_inference`.
 
-    It has the attributes of `StreamedModel`; others, such as `engine.config`, are looked up in its module.
+    It has the attributes of `StreamedModel`; others, such as `engine.config`, are looked up in its module. The weights
+    stream until `destroy`, or until neither the engine nor its module is referenced.
 
     Concurrent calls of `generate` and `forward` wait for each other.
     """
@@ -62,7 +63,10 @@ class InferenceEngine(AroundModule, StreamedModel):
                 "folder or a module with its weights"
             )
         nn.Module.__init__(self)
+        collect_dropped()
         StreamedModel.__init__(self, model, settings, **options)
+        # Scripts keep the module alone (`model = engine.module`). A function, unlike the module, may be copied with it.
+        vars(self.module)["forward"].life = self._close
 
     def call(self, work: Callable[[], Any]) -> Any:
         """As `StreamedModel.call`; with other ranks it returns once the device is done, for they may fail until then.

@@ -1,5 +1,8 @@
 """`StreamedModel`: a module whose weights stream while it runs; `InferenceEngine` and `LLM` both run one."""
 
+import atexit
+import gc
+import itertools
 import logging
 import os
 import threading
@@ -8,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from socket import gethostname
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -123,9 +126,7 @@ class StreamedModel:
         self._divided = self.ranks if division.exchanges else None
         self._runtime: Runtime | None = runtime
         self._process_id = os.getpid()
-        self._close = weakref.finalize(
-            self, _close, self._acceleration, runtime, division, self.ranks, self.cap, self._process_id
-        )
+        self._close = _Life(self._acceleration, runtime, division, self.ranks, self.cap)
         self._acceleration.keep_experts()
         if settings.kernel_inject:
             self._acceleration.inject(prepared.packs, replayed=graphs is not None, is_copied=runtime.is_copied)
@@ -372,20 +373,60 @@ class StreamedModel:
         return self._runtime
 
 
-def _close(
-    acceleration: Acceleration,
-    runtime: Runtime,
-    division: Division,
-    ranks: ModelRanks | None,
-    cap: EnforcedCap,
-    process_id: int,
-) -> None:
-    """Clean up in the process that made the engine; holds no reference to it, so that it can be collected."""
-    if os.getpid() == process_id:
-        with ExitStack() as owned:
-            owned.callback(cap.close)  # last: it bounds what the others free
-            if ranks is not None:
-                owned.callback(ranks.close)
-            owned.callback(division.remove)
-            owned.callback(runtime.close)
-            owned.callback(acceleration.remove)
+class _Life:
+    """Cleans up once: when it is called, when nothing refers to it any more, or at exit.
+
+    Nothing happens in a process that was forked from the one that made it.
+    """
+
+    def __init__(
+        self,
+        acceleration: Acceleration,
+        runtime: Runtime,
+        division: Division,
+        ranks: ModelRanks | None,
+        cap: EnforcedCap,
+    ) -> None:
+        closes_ranks = [ranks.close] if ranks is not None else []
+        self._ends = [
+            acceleration.remove,
+            runtime.close,
+            division.remove,
+            *closes_ranks,
+            cap.close,
+        ]  # bounds the others
+        self._process_id = os.getpid()
+        _lives[next(_numbers)] = self
+
+    def __call__(self) -> None:
+        ends, self._ends = self._ends, []
+        if os.getpid() == self._process_id:
+            _call_all(ends)
+
+    def __del__(self) -> None:
+        if threading.current_thread() is threading.main_thread() or not self._ends:
+            self()
+        elif os.getpid() == self._process_id:  # the collector may run in a thread that ends here
+            threading.Thread(target=_call_all, args=(self._ends,)).start()
+
+
+def _call_all(functions: Sequence[Callable[[], object]]) -> None:
+    """Call functions in their order, all of them even if some fail."""
+    with ExitStack() as owned:
+        for each in reversed(functions):
+            owned.callback(each)
+
+
+_lives: "weakref.WeakValueDictionary[int, _Life]" = weakref.WeakValueDictionary()
+_numbers: Final = itertools.count()
+
+
+def collect_dropped() -> None:
+    """Clean up engines that nobody refers to; an engine and its module refer to each other."""
+    if _lives:
+        gc.collect()
+
+
+@atexit.register
+def _end_all() -> None:
+    _call_all([life for _, life in sorted(_lives.items(), reverse=True)])
