@@ -4,16 +4,17 @@ import asyncio
 import base64
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 from pydantic import Field, WithJsonSchema, field_validator
 
 from zinfer.requests.client_names import ClientNames, OpenBody
 from zinfer.requests.openai_body import PROMPTS
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.serve.body import described, read_model
+from zinfer.serve.body import beside_loop, described, read_model
 from zinfer.serve.disconnect import unless_disconnected
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
@@ -56,7 +57,7 @@ def embedding_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/embeddings", openapi_extra=described(_Embeddings))
-    async def embeddings(request: Request) -> JSONResponse:
+    async def embeddings(request: Request) -> Response:
         body = await read_model(request, _Embeddings)
         name = service.check_model(body.model)
         service.check_task(embeds=True)
@@ -66,13 +67,19 @@ def embedding_routes(service: Service) -> APIRouter:
             inputs = body.inputs(service.prompts.embedding_prompt(body.prompt_name))
             several = await service.prompts.encode(inputs, _NOTHING_NEW)
         vectors = await unless_disconnected(request, _embedded(service, several))
-        data = [
-            {"object": "embedding", "index": index, "embedding": _shown(vector, body.encoding_format)}
-            for index, vector in enumerate(vectors)
-        ]
         num_tokens = sum(len(each.prompt_ids) for each in several)
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return JSONResponse({"object": "list", "data": data, "model": name, "usage": usage})
+        rest = {"object": "list", "model": name, "usage": usage}
+
+        def answer() -> bytes:
+            data = [
+                {"object": "embedding", "index": index, "embedding": msgspec.Raw(_shown(vector, body.encoding_format))}
+                for index, vector in enumerate(vectors)
+            ]
+            return msgspec.json.encode({**rest, "data": data})
+
+        whole = await beside_loop(sum(map(len, vectors)), answer)
+        return Response(whole, media_type="application/json")
 
     return router
 
@@ -83,11 +90,11 @@ async def _embedded(service: Service, several: list[Encoded]) -> list[bytes]:
     return [task.result() for task in tasks]
 
 
-def _shown(vector: bytes, form: str | None) -> str | list[float]:
+def _shown(vector: bytes, form: str | None) -> bytes:
+    """Return a vector as JSON: each of its own, because the encoder keeps all other threads waiting."""
     if form == "base64":
-        return base64.b64encode(vector).decode()
-    found: list[float] = np.frombuffer(vector, "<f4").tolist()
-    return found
+        return msgspec.json.encode(base64.b64encode(vector).decode())
+    return msgspec.json.encode(np.frombuffer(vector, "<f4").tolist())
 
 
 def _is_tokens(value: object) -> bool:
