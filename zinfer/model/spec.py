@@ -141,8 +141,8 @@ class ModelSpec:
             PlanError: the model keeps a state other than keys and values, whose size is not known; or the config does
             not state the widths of attention as others do.
         """
-        text = config.get_text_config(decoder=True)
-        with _naming_config(text):
+        with _naming_config(config):
+            text = config.get_text_config(decoder=True)
             return _read(text, int(text.vocab_size), _windows(text))
 
     @classmethod
@@ -155,8 +155,8 @@ class ModelSpec:
         Raises:
             PlanError: it does not state the model's width.
         """
-        text = config.get_text_config(encoder=True)
-        with _naming_config(text):
+        with _naming_config(config):
+            text = config.get_text_config(encoder=True)
             return _read(text, 0, (None,))
 
     @property
@@ -193,7 +193,7 @@ def is_generating_decoder(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def _naming_config(text: PretrainedConfig) -> Iterator[None]:
+def _naming_config(config: PretrainedConfig) -> Iterator[None]:
     """Raise a PlanError that names the model's type for a config that lacks what `_read` asks of it."""
     try:
         yield
@@ -202,7 +202,7 @@ def _naming_config(text: PretrainedConfig) -> Iterator[None]:
     except Exception as error:  # configs lack widths, or vary them, each in its own way
         said = " ".join(f"{error}".split())
         raise PlanError(
-            f"the config of a {text.model_type} model does not state its widths as those of other models do "
+            f"the config of a {config.model_type} model does not state its widths as those of other models do "
             f"({type(error).__name__}: {said:.150}), so what it takes beside its weights is not known"
         ) from error
 
