@@ -303,7 +303,7 @@ def test_the_names_of_published_models_are_listed() -> None:
     ("options", "said"),
     [
         (["--rows", "1", "--memory-cap", "1MB"], "--memory-cap 1.00 MB (zinfer.max_device_memory): "),
-        (["--rows", "1", "--memory-cap", "24G"], "--memory-cap = '24G': expected a positive number of bytes"),
+        (["--rows", "1", "--memory-cap", "24G"], "--max-device-memory = '24G': expected a positive number of bytes"),
         (["--rows", "1", "--input", "x.jsonl"], "--rows and --input both set the number of rows; remove one"),
         ([], "--rows or --input is missing"),
         (["--rows", "1", "--prompt-len", "4000"], "--prompt-len and --new-tokens: "),

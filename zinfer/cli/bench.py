@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals
+from zinfer.cli.ending import exit_on_error, importing, raise_on_signals
+from zinfer.cli.options import Config, DeviceOption, KVCache, Weights
 from zinfer.errors import ConfigError
 
 
@@ -16,17 +17,28 @@ def bench(
     rows: Annotated[int | None, typer.Option(min=1, help="Number of random prompts.")] = None,
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 512,
     new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens generated after each prompt that does not set it.")
+        int,
+        typer.Option(
+            "--new-tokens",
+            "--max-new-tokens",
+            "--max-tokens",
+            min=1,
+            help="Tokens generated after each prompt that does not set it.",
+        ),
     ] = 32,
     input: Annotated[Path | None, typer.Option(help="JSONL file with the prompts, instead of random ones.")] = None,
-    weights: Annotated[
-        Literal["fp16", "int8", "int4", "fp8"] | None, typer.Option(help="Form of the weights; else as in --config.")
-    ] = None,
+    weights: Weights = None,
+    kv_cache: KVCache = None,
     memory_cap: Annotated[
-        str | None, typer.Option(help='Most device memory, such as "24GB"; the rest of a GPU is held.')
+        str | None,
+        typer.Option(
+            "--max-device-memory",
+            "--memory-cap",
+            help='Most device memory to use, such as "20GB"; the rest of a GPU is held.',
+        ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
-    device: Annotated[Device, typer.Option(help="Where the layers compute.")] = "auto",
+    config: Config = None,
+    device: DeviceOption = "auto",
     experts: Annotated[
         Literal["uniform", "zipf"], typer.Option(help="How often a mixture's experts are chosen.")
     ] = "uniform",
@@ -69,6 +81,7 @@ def bench(
             prompt_len=prompt_len,
             input=input,
             weights=weights,
+            kv_cache=kv_cache,
             memory_cap=cap_bytes,
             config=config,
             device=device,
@@ -99,4 +112,4 @@ def _cap_bytes(text: str) -> int:
     try:
         return size_bytes(text)
     except Unusable as error:
-        raise ConfigError(f"--memory-cap = {text!r}{error}") from error
+        raise ConfigError(f"--max-device-memory = {text!r}{error}") from error

@@ -26,6 +26,7 @@ class BenchRequest:
         config: as for `LLM`.
         device: "auto", "cuda" or "cpu".
         experts: "uniform" or "zipf", see `zinfer.engine.routing`.
+        kv_cache: form of the KV cache, "int8" or "fp8"; None: as config says.
         compare: rivals to run on the same prompts, with a real checkpoint of 16 bits (or config.json's dtype).
     """
 
@@ -40,6 +41,7 @@ class BenchRequest:
     device: str = "auto"
     experts: str = "uniform"
     compare: tuple[str, ...] = ()
+    kv_cache: str | None = None
 
     def keys(self) -> dict[str, Any]:
         """Return the configuration's keys that the arguments state.
@@ -56,4 +58,5 @@ class BenchRequest:
         # A GPU's free memory is what the cap leaves, and has to hold all; a CPU has no memory of its own to hold.
         on_cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
         cap = {} if self.memory_cap is None or on_cuda else {"max_device_memory": self.memory_cap}
-        return {"device": self.device, **(WEIGHTS[self.weights] if self.weights else {}), **cap}
+        cache = {} if self.kv_cache is None else {"kv_cache_dtype": self.kv_cache}
+        return {"device": self.device, **(WEIGHTS[self.weights] if self.weights else {}), **cache, **cap}
