@@ -3,11 +3,25 @@
 import asyncio
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from zinfer.cli.ending import Device, Interrupted, ending_signals, exit_on_error, importing
+from zinfer.cli.options import (
+    GenerationConfig,
+    KVCache,
+    MaxDeviceMemory,
+    MaxNewTokens,
+    MinP,
+    Seed,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    Weights,
+    option_words,
+)
 from zinfer.errors import ConfigError
 
 
@@ -18,16 +32,17 @@ def chat(
     served_model_name: Annotated[str | None, typer.Option(help="Model of the server; by default its first.")] = None,
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON, for --model.")] = None,
     device: Annotated[Device | None, typer.Option(help="Where the layers compute, for --model.")] = None,
-    generation_config: Annotated[
-        Literal["auto", "none"] | None,
-        typer.Option(help="none: ignore the model's generation_config.json, but for its end tokens; for --model."),
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0: always the likeliest token.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from so many of the likeliest tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    weights: Weights = None,
+    kv_cache: KVCache = None,
+    max_device_memory: MaxDeviceMemory = None,
+    generation_config: GenerationConfig = None,
+    system: System = None,
+    max_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
 ) -> None:
     """Talk with a model in a terminal: one in a folder, which is loaded for this chat, or one of a server.
 
@@ -39,9 +54,12 @@ def chat(
     with exit_on_error():
         if (model is None) == (url is None):
             raise ConfigError("give --model for a folder or --url for a server, one of them")
-        if url is not None and (config, device, generation_config) != (None, None, None):
+        memory = {"weights": weights, "kv_cache": kv_cache, "max_device_memory": max_device_memory}
+        own = {"config": config, "device": device, **memory, "generation_config": generation_config}
+        if url is not None and any(value is not None for value in own.values()):
             raise ConfigError(
-                "--config, --device and --generation-config are for --model; the server at --url has its own"
+                "--config, --device, --weights, --kv-cache, --max-device-memory and --generation-config are for "
+                "--model; the server at --url has its own"
             )
         if model is not None and served_model_name is not None:
             raise ConfigError("--served-model-name is for --url; --model has one model")
@@ -52,18 +70,14 @@ def chat(
             from zinfer.chat.local_server import local_client
             from zinfer.chat.terminal import Terminal
 
-        sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        sampling |= {"min_p": min_p, "seed": seed}
         options = {name: value for name, value in sampling.items() if value is not None}
-        words = ["--model", str(model), *_option("--config", config), *_option("--device", device)]
-        words += _option("--generation-config", generation_config)
+        words = ["--model", str(model), *option_words(**own)]
         connection = local_client(words, options) if url is None else ChatClient(url, api_key, options)
         talking = talk(Terminal(), connection, model=served_model_name, system=system, signals=ending_signals())
         if (number := asyncio.run(talking)) is not None:
             raise Interrupted(number)
-
-
-def _option(name: str, value: object) -> list[str]:
-    return [] if value is None else [name, str(value)]
 
 
 def _check_extra(*, needs_server: bool) -> None:

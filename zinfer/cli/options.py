@@ -27,6 +27,13 @@ KVCache = Annotated[
 MaxDeviceMemory = Annotated[
     str | None, typer.Option(help='Most device memory to use, such as "20GB".', rich_help_panel=MODEL_PANEL)
 ]
+GenerationRule = Literal["auto", "none"]
+GenerationConfig = Annotated[
+    GenerationRule | None,
+    typer.Option(
+        help="none: ignore the model's generation_config.json, but for its end tokens.", rich_help_panel=SAMPLING_PANEL
+    ),
+]
 System = Annotated[str | None, typer.Option(help="System message of chats that have none.")]
 MaxNewTokens = Annotated[
     int | None,
@@ -55,12 +62,19 @@ Stop = Annotated[
 
 
 def stated_keys(
-    weights: WeightForm | None = None, kv_cache: CacheForm | None = None, max_device_memory: str | None = None
+    weights: WeightForm | None = None,
+    kv_cache: CacheForm | None = None,
+    max_device_memory: str | None = None,
+    generation_config: GenerationRule | None = None,
 ) -> dict[str, Any]:
     """Return the keys of the configuration that options state."""
-    keys = dict[str, Any]() if weights is None else dict(WEIGHTS[weights])
-    keys |= {} if kv_cache is None else {"kv_cache_dtype": kv_cache}
-    return keys if max_device_memory is None else keys | {"max_device_memory": max_device_memory}
+    keys = {} if weights is None else dict(WEIGHTS[weights])
+    others = {
+        "kv_cache_dtype": kv_cache,
+        "max_device_memory": max_device_memory,
+        "generation_config": generation_config,
+    }
+    return keys | {name: value for name, value in others.items() if value is not None}
 
 
 def option_words(**options: object) -> list[str]:

@@ -18,6 +18,7 @@ from zinfer.cli.options import (
     MODEL_PANEL,
     Config,
     DeviceOption,
+    GenerationConfig,
     KVCache,
     MaxDeviceMemory,
     MaxNewTokens,
@@ -84,6 +85,7 @@ def run(
     min_p: MinP = None,
     seed: Seed = None,
     stop: Stop = None,
+    generation_config: GenerationConfig = None,
     config: Config = None,
     device: DeviceOption = "auto",
     weights: Weights = None,
@@ -171,7 +173,7 @@ def run(
     }
     sampling["stop"] = [_unescaped(text) for text in stop] if stop else None
     names = None if keep in (None, "all") else [] if keep == "none" else [each.strip() for each in keep.split(",")]
-    keys = stated_keys(weights, kv_cache, max_device_memory)
+    keys = stated_keys(weights, kv_cache, max_device_memory, generation_config)
     columns = {
         "prompt_column": prompt_column,
         "template": None if template is None else _unescaped(template),

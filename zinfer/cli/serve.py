@@ -9,6 +9,16 @@ from typing import Annotated, Literal
 import typer
 
 from zinfer.cli.ending import EXIT_STOPPED, Device, conclude, exit_on_error, importing, raise_on_signals, say
+from zinfer.cli.options import (
+    Config,
+    DeviceOption,
+    GenerationConfig,
+    KVCache,
+    MaxDeviceMemory,
+    Weights,
+    option_words,
+    stated_keys,
+)
 from zinfer.errors import ConfigError, SilentRankError
 from zinfer.jobs.request import Pooling
 
@@ -25,8 +35,11 @@ class ServedTask(StrEnum):
 
 def serve(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, tokenizer included.")],
-    config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
-    device: Annotated[Device, typer.Option(help="Where the layers compute.")] = "auto",
+    config: Config = None,
+    device: DeviceOption = "auto",
+    weights: Weights = None,
+    kv_cache: KVCache = None,
+    max_device_memory: MaxDeviceMemory = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
     uds: Annotated[Path | None, typer.Option(help="Unix socket to listen on instead.")] = None,
@@ -65,10 +78,7 @@ def serve(
     draft_model: Annotated[
         Path | None, typer.Option(help="Folder of a small model of the same vocabulary that guesses next tokens.")
     ] = None,
-    generation_config: Annotated[
-        Literal["auto", "none"] | None,
-        typer.Option(help="none: ignore the model's generation_config.json, but for its end tokens."),
-    ] = None,
+    generation_config: GenerationConfig = None,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests may take after SIGTERM.")] = 60,
     arrive: Annotated[
         float,
@@ -97,14 +107,15 @@ def serve(
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both")
         if draft_model is not None and not draft_model.is_dir():
             raise ConfigError(f"--draft-model {draft_model} is not a folder")
-        stated = _stated(max_token_latency, speculate, draft_model, generation_config)
+        stated = _stated(max_token_latency, speculate, draft_model)
         if task is ServedTask.EMBED:
-            given = {"ranks": ranks, "files": files, **stated}
+            given = {"ranks": ranks, "files": files, "generation_config": generation_config, **stated}
             if unwanted := [name.replace("_", "-") for name, value in given.items() if value is not None]:
                 raise ConfigError(f"--{unwanted[0]} is for servers that generate; leave it out beside --task embed")
         elif pooling is not Pooling.AUTO:
             raise ConfigError(f"--pooling {pooling} is for --task embed; leave it out, or add --task embed")
-        resolve_settings(config, {"device": device, **stated}, swaps=True)
+        keys = stated_keys(weights, kv_cache, max_device_memory, generation_config)
+        resolve_settings(config, {"device": device, **stated, **keys}, swaps=True)
         if log_requests:
             _log_requests()
         words = [sys.executable, "-m", "zinfer", "replica", "--model", str(model), "--device", device]
@@ -113,6 +124,8 @@ def serve(
         if ranks is None and replicas > 1:  # each would take all GPUs
             ranks = 1
         words += [] if ranks is None else ["--ranks", str(ranks)]
+        words += option_words(weights=weights, kv_cache=kv_cache, max_device_memory=max_device_memory)
+        words += option_words(generation_config=generation_config)
         words += [word for key, value in stated.items() for word in (f"--{key.replace('_', '-')}", value)]
         if not all(map(str.strip, api_key or ())):
             raise ConfigError("--api-key is empty, and would let everybody in; give a key, or leave it out")
@@ -147,8 +160,11 @@ def replica(
     pooling: Annotated[Pooling, typer.Option()] = Pooling.AUTO,
     max_token_latency: Annotated[str | None, typer.Option()] = None,
     speculate: Annotated[str | None, typer.Option()] = None,
-    generation_config: Annotated[str | None, typer.Option()] = None,
+    generation_config: GenerationConfig = None,
     draft_model: Annotated[Path | None, typer.Option()] = None,
+    weights: Weights = None,
+    kv_cache: KVCache = None,
+    max_device_memory: MaxDeviceMemory = None,
 ) -> None:
     """Compute for the server that listens on this socket."""
     with exit_on_error(lambda: "Finished requests were answered"), raise_on_signals():
@@ -158,13 +174,14 @@ def replica(
             begin_rank(ranks)
             from zinfer.config import resolve_settings
 
-        stated = _stated(max_token_latency, speculate, draft_model, generation_config)
-        settings = resolve_settings(config, {"device": device, **stated}, swaps=True)
+        stated = _stated(max_token_latency, speculate, draft_model)
+        keys = {"device": device, **stated_keys(weights, kv_cache, max_device_memory, generation_config)}
+        settings = resolve_settings(config, {**keys, **stated}, swaps=True)
         if task is ServedTask.EMBED:
             with importing():
                 from zinfer.serve.engine_process import embed
 
-            embed(str(socket), str(model), config, {"device": device}, pooling)
+            embed(str(socket), str(model), config, keys, pooling)
             return
         num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
         if num_ranks > 1:
@@ -175,15 +192,12 @@ def replica(
         def end(failure: SilentRankError) -> None:
             conclude(f"error: {failure}", EXIT_STOPPED, silent_rank=failure.rank)
 
-        compute(str(socket), str(model), config, {"device": device, **stated}, end)
+        compute(str(socket), str(model), config, {**keys, **stated}, end)
 
 
-def _stated(
-    max_token_latency: str | None, speculate: str | None, draft_model: Path | None, generation_config: str | None
-) -> dict[str, str]:
+def _stated(max_token_latency: str | None, speculate: str | None, draft_model: Path | None) -> dict[str, str]:
     """Return the keys that are options too."""
     options = {"max_token_latency": max_token_latency, "speculate": speculate, "draft_model": draft_model}
-    options["generation_config"] = generation_config
     return {key: str(value) for key, value in options.items() if value is not None}
 
 
