@@ -1,6 +1,7 @@
 """Builds the module tree of a model with parameters on the meta device, or checks one that was passed in."""
 
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ _FILLS: Final = frozenset(getattr(torch.ops.aten, name).default for name in ("no
     torch.ops.aten.fill_.Scalar,
     torch.ops.aten.zero_.default,
 }
+_MAX_BUFFER_SIZE: Final = 1 << 30
+"""Elements; no model's buffers have so many."""
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -63,7 +66,11 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
 
 
 class _SkipInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skips fills of meta tensors, which have no effect and take longer than the rest of the build."""
+    """Skips fills of meta tensors, which have no effect and take longer than the rest of the build.
+
+    The largest parameters are made on the meta device at once: accelerate moves them there after they were allocated,
+    and a layer's stacked experts may need more memory than there is.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,6 +84,8 @@ class _SkipInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func in _FILLS and args[0].is_meta:
             return args[0]
+        if func is torch.ops.aten.empty.memory_format and math.prod(args[0]) > _MAX_BUFFER_SIZE:
+            kwargs = {**(kwargs or {}), "device": torch.device("meta")}
         return func(*args, **(kwargs or {}))
 
 
