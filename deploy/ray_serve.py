@@ -1,6 +1,6 @@
 """Replicas of a model behind Ray Serve, each with the routes of `zinfer serve` but files and batches.
 
-    pip install 'zinfer[ray,serve]'
+    pip install '.[ray,serve]'
     serve run deploy.ray_serve:build model=/models/llama replicas=2 gpus=1
 
 `device`, `cpus` and `gpus` are of each replica; `config` is a DeepSpeed-style JSON file. Where ZINFER_API_KEY is set

@@ -1,6 +1,6 @@
 """GPUDirect Storage: reads from the disk directly into device memory, by NVIDIA's cuFile and the ``kvikio`` package.
 
-An optional extra (``pip install 'zinfer[gds]'``). Reads into host memory use `ThreadsBackend`, because kvikio would use
+An optional extra (``pip install '.[gds]'``). Reads into host memory use `ThreadsBackend`, because kvikio would use
 the page cache. If kvikio would only emulate GPUDirect Storage, `choose_backend` chooses threads and logs why.
 """
 
@@ -106,7 +106,7 @@ def _load_kvikio() -> ModuleType:
         defaults = importlib.import_module("kvikio.defaults")
         driver = importlib.import_module("kvikio.cufile_driver")
     except (ImportError, OSError, RuntimeError) as error:  # or kvikio cannot load a library
-        raise GdsUnavailable(f"kvikio cannot be imported ({error}); pip install 'zinfer[gds]'") from error
+        raise GdsUnavailable(f"kvikio cannot be imported ({error}); pip install '.[gds]'") from error
     if defaults.is_compat_mode_preferred():
         remedy = "install libcufile, make /run/udev readable and leave KVIKIO_COMPAT_MODE unset"
         raise GdsUnavailable(f"kvikio does not use cuFile here; {remedy}")

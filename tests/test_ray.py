@@ -16,8 +16,8 @@ import zinfer
 from zinfer.errors import ConfigError, RankError
 from zinfer.jobs import run_job
 
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'zinfer[ray]'")
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'zinfer[ray]'")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install '.[ray]'")
 
 from zinfer.ranks.ray_actors import rank_variables  # noqa: E402
 from zinfer.ray import LLMPredictor, RankActors  # noqa: E402

@@ -13,7 +13,7 @@ from jobs_support import letters_model
 from zinfer import LLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'zinfer[ray]'")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'ray[serve]'")
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = [f"ab{chr(97 + number)}" for number in range(12)]

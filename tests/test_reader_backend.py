@@ -238,7 +238,7 @@ def test_threads_fill_host_memory_only(file: Path) -> None:
 def test_gds_fills_a_tensor_on_the_device(tmp_path: Path, contents: bytes) -> None:
     """The real thing; what keeps it from running is the reason of the skip."""
     if importlib.util.find_spec("kvikio") is None:
-        pytest.skip("kvikio is absent: pip install 'zinfer[gds]'")
+        pytest.skip("kvikio is absent: pip install '.[gds]'")
     try:
         backend = GdsBackend(num_threads=4)
     except GdsUnavailable as reason:

@@ -84,4 +84,4 @@ def _check_extra(*, needs_server: bool) -> None:
     names = ["prompt_toolkit", "httpx2", *(["fastapi", "uvicorn", "msgspec"] if needs_server else [])]
     missing = [name for name in names if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"a chat needs {missing[0]}; run `pip install 'zinfer[chat]'`")
+        raise ConfigError(f"a chat needs {missing[0]}; run `pip install '.[chat]'`")

@@ -204,7 +204,7 @@ def _stated(max_token_latency: str | None, speculate: str | None, draft_model: P
 def _check_extra() -> None:
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"a server needs {missing[0]}; run `pip install 'zinfer[serve]'`")
+        raise ConfigError(f"a server needs {missing[0]}; run `pip install '.[serve]'`")
 
 
 def _log_requests() -> None:

@@ -125,7 +125,7 @@ class JobRequest:
                 f"pooling {self.pooling} is for the task embed; leave it out beside the task {self.task}"
             )
         if self.report is not None and find_spec("matplotlib") is None:
-            raise UnusableInput("a report needs matplotlib; run `pip install 'zinfer[report]'`, or leave --report out")
+            raise UnusableInput("a report needs matplotlib; run `pip install '.[report]'`, or leave --report out")
         try:
             self._check_paths()
         except OSError as error:

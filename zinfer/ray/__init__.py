@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise
-        raise ImportError(f"zinfer.ray needs {error.name}; install it with: pip install 'zinfer[ray]'") from error
+        raise ImportError(f"zinfer.ray needs {error.name}; install it with: pip install '.[ray]'") from error
 
 
 def __dir__() -> list[str]:

@@ -126,7 +126,7 @@ class GrammarCompiler:
 
     def _open_vocabulary(self) -> "LLTokenizer":
         if find_spec("llguidance") is None:
-            raise ConfigError("structured_outputs needs llguidance; run `pip install 'zinfer[structured]'`")
+            raise ConfigError("structured_outputs needs llguidance; run `pip install '.[structured]'`")
         if self._tokenizer is None:
             raise ConfigError("structured_outputs needs a tokenizer; put the model's tokenizer files into its folder")
         with self._reading:
