@@ -35,7 +35,7 @@ from typing import Any, Final
 
 from result import keep, publish
 
-from zinfer.model.known_models import KNOWN_MODELS
+from zinfer.model.known_models import KNOWN_MODELS, known_config
 
 _SMALL: Final = {"hidden_size": 128, "ffn_dim": 256, "word_embed_proj_dim": 128, "num_attention_heads": 4}
 
@@ -135,7 +135,8 @@ class Runs:
         known, _, num_layers = name.partition(":")
         if not num_layers and not self._is_small:
             return known
-        config = {**KNOWN_MODELS["opt-30b"], **_SMALL} if self._is_small else KNOWN_MODELS[known]
+        config = dict(known_config(KNOWN_MODELS["opt-30b" if self._is_small else known]))
+        config |= _SMALL if self._is_small else {}
         folder = self._folder / f"model-{known}"
         folder.mkdir(exist_ok=True)
         text = json.dumps({**config, "num_hidden_layers": int(num_layers or 2)})

@@ -10,18 +10,23 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, GptOssConfig
 
-from zinfer.model.known_models import KNOWN_MODELS
+from zinfer.model.known_models import KNOWN_MODELS, known_config
 from zinfer.model.outline import Outline, read_outline
 from zinfer.planning import job_search, size_search
 from zinfer.planning.presets import Machine
 from zinfer.probe.limits import MachineLimits
 from zinfer.probe.rates import Rates
 
-LLAMA = dict(KNOWN_MODELS["llama-3-70b"])
+
+def known(name: str) -> dict[str, Any]:
+    return dict(known_config(KNOWN_MODELS[name]))
+
+
+LLAMA = known("llama-3-70b")
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-3-70B": LLAMA,
-    "Llama-3.1-405B": dict(KNOWN_MODELS["llama-3.1-405b"]),
-    "OPT-175B": dict(KNOWN_MODELS["opt-175b"]),
+    "Llama-3.1-405B": known("llama-3.1-405b"),
+    "OPT-175B": known("opt-175b"),
     "BLOOM-176B": {
         "model_type": "bloom",
         "hidden_size": 14336,
@@ -30,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 250880,
         "torch_dtype": "bfloat16",
     },
-    "Mixtral-8x22B": dict(KNOWN_MODELS["mixtral-8x22b"]),
+    "Mixtral-8x22B": known("mixtral-8x22b"),
 }
 QUANTIZED_ELSEWHERE: dict[str, dict[str, Any]] = {
     "DeepSeek-V3 FP8": {

@@ -155,14 +155,33 @@ def test_the_home_of_nobody() -> None:
     assert "~nobody-by-this-name/model: ~ names no existing user" in refusal("~nobody-by-this-name/model")
 
 
-@pytest.mark.parametrize(
-    "name", ["", "a/b/c", "org/", "org name", "org--name", "a..b", "org/name?", "x\0y", "https://hf.co/a"]
-)
+@pytest.mark.parametrize("name", ["a/b/c", "org/", "org name", "org--name", "a..b", "org/name?", "x\0y"])
 def test_neither_a_path_nor_a_hub_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     message = refusal(name)
-    # An empty name is the folder that one stands in.
-    assert "not a hub name such as org/name either" in message or (name == "" and "an empty folder" in message)
+    assert "not a hub name such as org/name either" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "the model's name is empty: give its folder, or its name on the hub"),
+        (" ", "the model's name is empty"),
+        ("https://hf.co/a", "'https://hf.co/a': an address, and zinfer downloads nothing"),
+        ("s3://bucket/model", "'s3://bucket/model': an address, and zinfer downloads nothing"),
+        ("./org/name", "'./org/name': no such folder: pass the folder that holds config.json"),
+        ("org/name-GGUF", "name-GGUF is in GGUF by its name: zinfer reads no GGUF: download the model that it was"),
+        ("https://huggingface.co/org/name", "'org/name': no such folder, and not in the Hugging Face cache"),
+    ],
+)
+def test_an_address_and_an_empty_name_have_their_own_words(name: str, words: str, cache: Path) -> None:
+    assert words in refusal(name)
+
+
+def test_the_address_of_a_page_on_the_hub_is_the_name_that_it_holds(cache: Path) -> None:
+    repo = cached_model(cache, "org/name", "aaa", main="aaa")
+    for end in ("", "/", "/tree/main", "/blob/main/config.json"):
+        assert resolve_folder(f"https://huggingface.co/org/name{end}") == repo / "snapshots" / "aaa"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +189,7 @@ def test_neither_a_path_nor_a_hub_name(name: str, tmp_path: Path, monkeypatch: p
     [
         ("model.safetensors", "a file, not a model folder: pass the folder that holds config.json"),
         ("config.json", "a file, not a model folder"),
-        ("model.Q4.gguf", "a file in another format: convert the model, with transformers'"),
+        ("model.Q4.gguf", "a file in another format: zinfer reads no GGUF: download the model that it was made from"),
         ("pytorch_model.bin", "a file in another format"),
     ],
 )
@@ -187,7 +206,7 @@ def test_a_file(tmp_path: Path, file_name: str, what: str) -> None:
         ([], "an empty folder: pass the folder that holds config.json and *.safetensors"),
         (["config.json", "pytorch_model.bin"], "no safetensors, only pytorch_model.bin: convert the model, with"),
         (["consolidated.00.pth", "params.json"], "no safetensors, only consolidated.00.pth: convert the model, with"),
-        (["model.Q4.gguf"], "no safetensors, only model.Q4.gguf: convert the model, with"),
+        (["model.Q4.gguf"], "no safetensors, only model.Q4.gguf: zinfer reads no GGUF: download the model that it"),
         (["config.json", "tokenizer.json"], "a config.json but no *.safetensors: download the weights into it"),
         (["model.safetensors"], "no config.json beside the weights: download it from where the weights came"),
         (["notes.txt"], "not a model folder, no config.json and no *.safetensors, it holds notes.txt: pass another"),

@@ -11,9 +11,10 @@ import torch
 from checkpoints import FAMILIES, tiny_checkpoint
 from plan_support import CONFIGS, NUM_PARAMS, SMALL_LLAMA, outline_of, write_config
 
+from zinfer.config import resolve_settings
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import CheckpointError, PlanError
-from zinfer.model.known_models import KNOWN_MODELS
+from zinfer.model.known_models import KNOWN_MODELS, find_known_model, known_config
 from zinfer.model.outline import Outline, read_outline
 from zinfer.offload.block import Block
 
@@ -68,15 +69,52 @@ def test_a_stated_dtype_decides_how_wide_weights_are(tmp_path: Path) -> None:
     assert 1.9 < read_outline(alone).nbytes / read_outline(alone, torch.bfloat16).nbytes <= 2.0
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("llama-3-8b", 8.03), ("opt-30b", 30), ("opt-66b", 66), ("qwen3-235b-a22b", 235.1), ("deepseek-v3", 671.0)],
-)
-def test_a_published_model_is_known_by_its_name(name: str, billions: float) -> None:
-    outline = read_outline(name)
+PLANNED = [name for name, known in KNOWN_MODELS.items() if known.config is not None]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_published_model_is_planned_with_its_published_size(name: str) -> None:
+    known = KNOWN_MODELS[name]
+    settings = resolve_settings(None, {} if known.quantization is None else {"quantization": known.quantization})
+    outline = read_outline(name, None, settings.quantization)
     assert outline.name == name
-    assert sum(each.block.layout.numel for each in outline.blocks) == pytest.approx(billions * 1e9, rel=0.01)
-    assert len(outline.layers) == KNOWN_MODELS[name]["num_hidden_layers"]
+    least = 0.9 if known.stand_in else 0.995
+    assert least <= sum(each.block.layout.numel for each in outline.blocks) / known.parameters / 1e9 <= 1.01
+    if known.gigabytes is not None:  # without the layers that guess further tokens, which are not read
+        assert (0.88 if known.stand_in else 0.96) <= outline.nbytes / known.gigabytes / 1e9 <= 1.03
+    assert len(outline.layers) == known_config(known).get("num_hidden_layers", len(outline.layers))
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "fmt"),
+    [
+        ("meta-llama/Llama-3.1-70B-Instruct", "llama-3.1-70b", "bf16"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b", "bf16"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b", "bf16"),
+        ("openai/gpt-oss-120b", "gpt-oss-120b", "mxfp4"),
+        ("GPT-OSS-20B", "gpt-oss-20b", "mxfp4"),
+        ("deepseek-ai/DeepSeek-V3", "deepseek-v3", "fp8"),
+        ("deepseek-ai/DeepSeek-R1-0528", "deepseek-v3", "fp8"),
+        ("Qwen/Qwen3-235B-A22B", "qwen3-235b-a22b", "bf16"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507", "qwen3-235b-a22b", "bf16"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8", "qwen3-235b-a22b-fp8", "fp8"),
+        ("Qwen/Qwen2.5-72B-Instruct-AWQ", "qwen2.5-72b-awq", "awq"),
+        ("moonshotai/Kimi-K2-Instruct-0905", "kimi-k2", "fp8"),
+        ("zai-org/GLM-4.6", "glm-4.5", "bf16"),
+        ("https://huggingface.co/zai-org/GLM-4.6-FP8/tree/main", "glm-4.5-fp8", "fp8"),
+    ],
+)
+def test_a_published_model_is_known_by_the_names_that_people_type(written: str, name: str, fmt: str) -> None:
+    known = find_known_model(written)
+    assert known is not None
+    assert (known.name, known.format) == (name, fmt)
+    assert (known.note() is None) == (fmt == "bf16" and known.stand_in is None)
+
+
+@pytest.mark.parametrize("written", ["", "llama", "./llama-3-70b", "/llama-3-70b", "a/b/opt-30b", "opt-30b/"])
+def test_other_names_are_no_published_model(written: str) -> None:
+    assert find_known_model(written) is None
 
 
 def test_a_folder_comes_before_a_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from zinfer.cli import app
 from zinfer.errors import CheckpointError, ConfigError, ZinferError
 from zinfer.planning.data_sheets import DATA_SHEETS, find_data_sheet
 from zinfer.planning.presets import PRESETS
-from zinfer.units import human_bytes
+from zinfer.planning.step_time import speed
+from zinfer.units import duration, human_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -388,3 +389,49 @@ def test_ranks_share_the_weights_and_divide_the_rows(tmp_path: Path) -> None:
     assert two["memory"]["host_bytes"] == pytest.approx(one["memory"]["host_bytes"] / 2, rel=0.05)
     told = zinfer_plan("llama-3-70b", *shape[:-1], "--ranks", "2")
     assert "one of 2 ranks; all together:" in told.stdout
+
+
+def test_a_plan_begins_with_its_answer_and_says_what_does_not_run_yet(tmp_path: Path) -> None:
+    job = ("--machine", "4090", "--rows", "64", "--prompt-len", "64", "--new-tokens", "8")
+    first, second, *_ = zinfer_plan("openai/gpt-oss-20b", *job).stdout.splitlines()
+    assert re.fullmatch(r"gpt-oss-20b on an RTX 4090 with 64 GB: .* for 64 rows, bound by .*", first)
+    assert second.endswith("(mxfp4, 13.8 GB); planned as if it had INT4 weights in groups of 64")
+    found = document(zinfer_plan("openai/gpt-oss-20b", *job, "--json"))
+    assert (found["answer"], found["note"]) == (first, second)
+    batch = ("--machine", "a10", "--batch-size", "4", "--prompt-len", "64", "--new-tokens", "8")
+    first, second, *_ = zinfer_plan("Qwen/Qwen3-32B", *batch).stdout.splitlines()
+    found = document(zinfer_plan("Qwen/Qwen3-32B", *batch, "--json"))
+    faster = next(each for each in found["advice"] if '"bits": 4' in each["change"])
+    assert first == (
+        f"qwen3-32b on an A10 with 64 GB: {speed(found['tokens_per_s'])}, {duration(found['seconds'])} for 4 prompts, "
+        f"bound by the link to the GPU; with INT4 weights {speed(faster['tokens_per_s'])}"
+    )
+    assert second.startswith("zinfer plan: qwen3-32b on a10")
+    weights = document(zinfer_plan("Qwen/Qwen3-32B", *batch, "--json", "--weights", "int4"))
+    assert weights["model"]["bytes"] < 0.4 * found["model"]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("", "the model's name is empty"),
+        ("./llama-3-70b", "'./llama-3-70b': no such folder: pass the folder that holds config.json"),
+        (
+            "mistralai/Foo-7B",
+            "run `hf download mistralai/Foo-7B config.json --local-dir Foo-7B`, then give --model Foo-7B",
+        ),
+        ("unsloth/gpt-oss-120b-GGUF", "zinfer reads no GGUF"),
+        ("https://huggingface.co/org/name", "run `hf download org/name config.json --local-dir name`"),
+        ("https://example.org/name", "an address, and zinfer downloads nothing"),
+        ("moonshotai/Kimi-K3", "does not run it yet, and knows too little of its layers"),
+    ],
+)
+def test_a_name_that_is_no_model_is_refused_before_torch_is_imported(model: str, words: str) -> None:
+    code = (
+        "import sys; from zinfer.cli import app\n"
+        f"try: app(['plan', '--model', {model!r}, '--machine', 'rtx4090'])\n"
+        "finally: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "False False\n"), ended.stderr
+    assert words in ended.stderr

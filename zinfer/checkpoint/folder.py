@@ -1,7 +1,7 @@
 """Finds the folder of a model: a path, a folder of the Hugging Face cache, or a hub name that is in that cache.
 
 It never downloads. The folder that it returns holds a config.json and safetensors files (or their index); anything else
-is refused, with a remedy.
+is refused, with a remedy. Imports no torch: commands refuse a misspelt name at once.
 """
 
 import os
@@ -23,7 +23,17 @@ SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 CACHED_REPO_PREFIX = "models--"
+_GGUF = ".gguf"
 _CONVERT = "convert the model, with transformers' `from_pretrained(folder).save_pretrained(new_folder)`"
+_NO_GGUF = (
+    "zinfer reads no GGUF: download the model that it was made from, in safetensors (`hf download ORG/NAME`; the "
+    "GGUF's page on the hub names it as its base model), and let zinfer quantize it while loading, with "
+    '{"zinfer": {"quantization": {"bits": 4, "group_size": 128}}} in --config'
+)
+_ADDRESS = re.compile(r"\w+:/+")
+_HUB_ADDRESS = re.compile(
+    r"https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/.*)?/?", re.ASCII
+)
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 
 
@@ -50,18 +60,57 @@ def resolve_folder(model: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: there is no such folder, no model in it, weights in another format, or a name not in the cache.
     """
-    name = os.fspath(model)
+    return _checked(find_folder(model))
+
+
+def find_folder(model: str | os.PathLike[str]) -> Path:
+    """Return the absolute folder that a path or a hub name leads to, whatever it holds.
+
+    Args:
+        model: as for `resolve_folder`; also the address of a model's page on the hub.
+
+    Raises:
+        CheckpointError: there is no such folder, or the name is not in the cache.
+    """
+    name = hub_name(model)
     try:
         path = absolute(name)
         if path.is_dir():
-            return _checked(_snapshot(path) if _is_cached_repo(path) else path)
+            return _snapshot(path) if _is_cached_repo(path) else path
         if path.exists():
             if path.name.endswith(OTHER_WEIGHT_SUFFIXES):
-                raise CheckpointError(f"{path}: a file in another format: {_CONVERT}, and pass that folder")
+                remedy = _NO_GGUF if path.suffix == _GGUF else f"{_CONVERT}, and pass that folder"
+                raise CheckpointError(f"{path}: a file in another format: {remedy}")
             raise CheckpointError(f"{path}: a file, not a model folder: pass the folder that holds {CONFIG_NAME}")
-        return _checked(_cached(name))
+        return _cached(name)
     except OSError as error:
         raise unreadable(error.filename or name, error) from error
+
+
+def hub_name(model: str | os.PathLike[str]) -> str:
+    """Return the path or name of a model as it was given, or the name that the address of its page on the hub holds.
+
+    Raises:
+        CheckpointError: the name is empty, or the address of something else.
+    """
+    name = os.fspath(model)
+    if not name.strip():
+        raise CheckpointError("the model's name is empty: give its folder, or its name on the hub such as org/name")
+    if (page := _HUB_ADDRESS.fullmatch(name)) is not None:
+        return page[1]
+    if _ADDRESS.match(name) and not absolute(name).exists():
+        raise CheckpointError(
+            f"{shorten(name)}: an address, and zinfer downloads nothing: download the model into a folder, and give "
+            "that folder; or give its name on the hub, such as org/name"
+        )
+    return name
+
+
+def holds_config_alone(folder: Path) -> bool:
+    """Whether a model's folder holds config.json and no weights."""
+    return (folder / CONFIG_NAME).is_file() and not any(
+        file.name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for file in folder.iterdir()
+    )
 
 
 def check_weights_file(path: Path, label: str) -> None:
@@ -129,6 +178,8 @@ def _cached(name: str) -> Path:
     no_folder = f"{name!r}: no such folder"
     if Path(name).is_absolute() or name.startswith((".", "~")):
         raise CheckpointError(f"{no_folder}: pass the folder that holds {CONFIG_NAME}, or a hub name such as org/name")
+    if name.lower().endswith("-gguf"):
+        raise CheckpointError(f"{no_folder}, and {name.rpartition('/')[2]} is in GGUF by its name: {_NO_GGUF}")
     if not HUB_NAME.fullmatch(name) or "--" in name or ".." in name:
         raise CheckpointError(f"{no_folder}, and not a hub name such as org/name either: check the spelling")
     # Read at each call; reflects HF_HUB_CACHE and HF_HOME.
@@ -144,7 +195,10 @@ def _cached(name: str) -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    names = sorted(entry.name for entry in folder.iterdir())
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError as error:
+        raise unreadable(error.filename or folder, error) from error
     if not names:
         raise CheckpointError(f"{folder}: an empty folder: pass the folder that holds {CONFIG_NAME} and *.safetensors")
     if STORE_NAME in names and CONFIG_NAME not in names:
@@ -154,7 +208,8 @@ def _checked(folder: Path) -> Path:
         )
     if not any(name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for name in names):
         if others := [name for name in names if name.endswith(OTHER_WEIGHT_SUFFIXES)]:
-            what = f"no safetensors, only {listed(others)}: {_CONVERT}"
+            are_gguf = all(name.endswith(_GGUF) for name in others)
+            what = f"no safetensors, only {listed(others)}: {_NO_GGUF if are_gguf else _CONVERT}"
         elif CONFIG_NAME in names:
             what = f"a {CONFIG_NAME} but no *.safetensors: download the weights into it"
         elif PARTS_NAME in names:

@@ -58,10 +58,10 @@ def bench(
     Exit codes: 0 measured, 2 unusable input or too little memory, 1 error, 130 Ctrl-C, 143 SIGTERM.
     """
     if model == "list":
-        from zinfer.model.known_models import KNOWN_MODELS
+        from zinfer.model.known_models import known_listing
 
         with exit_on_error():
-            print("\n".join(KNOWN_MODELS))
+            print(known_listing())
         return
     with exit_on_error(), raise_on_signals(makes_passes=True):
         cap_bytes = None if memory_cap is None else _cap_bytes(memory_cap)

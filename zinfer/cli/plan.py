@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 def plan(
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder, one with config.json alone, or a name from '--model list'.")
+        str | None,
+        typer.Option(help="Checkpoint folder, one with config.json alone, or a name on the hub; 'list': those known."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
     machine: Annotated[
@@ -50,6 +51,10 @@ def plan(
             min=1, help="Tokens generated after each prompt; by default 128, of a file's rows as `zinfer run` does."
         ),
     ] = None,
+    weights: Annotated[
+        Literal["fp16", "int8", "int4", "fp8"] | None,
+        typer.Option(help="Form of the weights, as in zinfer.quantization; else as published, or as in --config."),
+    ] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Plan a job of this many rows instead of a batch.")] = None,
     input: Annotated[
         Path | None, typer.Option(help="Plan the job of this JSONL file, by a sample of its rows.")
@@ -74,11 +79,11 @@ def plan(
         with exit_on_error():
             Console().print(preset_table())
         return
-    if model == Path("list"):
-        from zinfer.model.known_models import KNOWN_MODELS
+    if model == "list":
+        from zinfer.model.known_models import known_listing
 
         with exit_on_error():
-            print("\n".join(KNOWN_MODELS))
+            print(known_listing())
         return
     if model is None:
         raise typer.BadParameter("give the model to plan for", param_hint="--model")
@@ -91,24 +96,28 @@ def plan(
     with exit_on_error():
         if rows is not None and input is not None:
             raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
-        case = open_case(model, config, MachineOptions(machine, probe, host_memory, link, disk), parallel)
-        document, tables, lines = (
+        stated = MachineOptions(machine, probe, host_memory, link, disk)
+        case, note = open_case(model, config, stated, parallel, weights)
+        document, tables, answer, lines = (
             _plan_batch(case, (batch_size or 32, prompt_len, new_tokens), (ranks, nodes))
             if rows is None and input is None
             else _plan_job(case, model, config, (rows, input), (prompt_len, new_tokens), (ranks, nodes))
         )
         if as_json:
-            print(json.dumps(document, indent=2))
+            print(json.dumps({"answer": answer, "note": note, **document}, indent=2))
             return
         console = Console()
+        for line in (answer, note):
+            if line is not None:
+                print_text(console, line)
         for table in tables:
             console.print(table)
         for line in lines:
             print_text(console, line)
 
 
-_Found = tuple[dict[str, Any], list["Table"], list[str]]
-"""A plan as a JSON document, as tables, and the lines printed below them."""
+_Found = tuple[dict[str, Any], list["Table"], str, list[str]]
+"""A plan as a JSON document, as tables, in a sentence printed above them, and in lines printed below them."""
 
 
 def _plan_batch(case: "Case", lengths: tuple[int, int, int | None], ranks: tuple[int, int]) -> _Found:
@@ -117,7 +126,7 @@ def _plan_batch(case: "Case", lengths: tuple[int, int, int | None], ranks: tuple
         from zinfer.planning.advice import advise, fitting_changes
         from zinfer.planning.memory import Request
         from zinfer.planning.plan import plan_batch
-        from zinfer.planning.tables import plan_document, plan_table
+        from zinfer.planning.tables import batch_answer, plan_document, plan_table
         from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 
     batch_size, prompt_len, new_tokens = lengths
@@ -130,13 +139,14 @@ def _plan_batch(case: "Case", lengths: tuple[int, int, int | None], ranks: tuple
         raise _with_changes(error, fitting_changes(case, request)) from error
     advice = advise(planned)
     lines = [str(planned.prediction), *(f"advice: {each}" for each in advice)]
-    found = plan_document(planned, advice), [plan_table(planned)], lines
+    answer = batch_answer(planned, advice, arranged.num_groups)
+    found = plan_document(planned, advice), [plan_table(planned)], answer, lines
     return _with_ranks(found, arranged, planned.prediction.tokens_per_s)
 
 
 def _plan_job(
     case: "Case",
-    model: Path,
+    model: str,
     config: Path | None,
     rows: tuple[int | None, Path | None],
     lengths: tuple[int, int | None],
@@ -147,7 +157,7 @@ def _plan_job(
         from zinfer.config.source import config_keys
         from zinfer.planning.advice import fitting_job_changes, job_advice
         from zinfer.planning.job_search import plan_job
-        from zinfer.planning.tables import job_document, job_table, served_line
+        from zinfer.planning.tables import job_answer, job_document, job_table, served_line
 
     given = config_keys(config)
     whole, skipped = _job(case, model, rows, lengths)
@@ -160,15 +170,17 @@ def _plan_job(
     advice = job_advice(planned, case.settings, given)
     configuration = f"configuration: {json.dumps(planned.configuration(given))}"
     lines = [*skipped, served_line(job, planned), configuration, *(f"advice: {each}" for each in advice)]
-    found = job_document(job, planned, advice, given), [job_table(job, planned)], lines
+    answer = job_answer(whole.num_rows, planned, advice)
+    found = job_document(job, planned, advice, given), [job_table(job, planned)], answer, lines
     return _with_ranks(found, arranged, planned.tokens_per_s)
 
 
 def _job(
-    case: "Case", model: Path, rows: tuple[int | None, Path | None], lengths: tuple[int, int | None]
+    case: "Case", model: str, rows: tuple[int | None, Path | None], lengths: tuple[int, int | None]
 ) -> tuple["Job", list[str]]:
     """Return the whole job, of stated rows or a file's, and notes on rows that are left out."""
     with importing():
+        from zinfer.checkpoint.folder import find_folder
         from zinfer.jobs.row_form import RowForm
         from zinfer.jobs.token_rows import sample_rows
         from zinfer.planning.job_plan import Job
@@ -180,7 +192,7 @@ def _job(
         case.check_length(prompt_len, new_tokens)
         return Job(num_rows or 1, [prompt_len], [new_tokens]), []
     vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
-    sample = sample_rows(input, model, vocab, RowForm(new_tokens), limits)
+    sample = sample_rows(input, find_folder(model), vocab, RowForm(new_tokens), limits)
     if not sample.bad:
         return sample.job(), []
     return sample.job(), [f"{len(sample.bad):,} of {sample.num_read:,} sampled rows would fail, and are left out"]
@@ -188,11 +200,11 @@ def _job(
 
 def _with_ranks(found: _Found, arranged: "Arranged", tokens_per_s: float) -> _Found:
     """Add what is to be said of several ranks; ``tokens_per_s`` are those of one."""
-    document, tables, lines = found
+    document, tables, answer, lines = found
     if arranged.case.mesh.size == 1:
         return found
     more = arranged.document(tokens_per_s)
-    return document | more, [*tables, arranged.table()], [*arranged.lines(tokens_per_s), *lines]
+    return document | more, [*tables, arranged.table()], answer, [*arranged.lines(tokens_per_s), *lines]
 
 
 def _with_changes(error: PlanError, changes: Iterable[str]) -> PlanError:

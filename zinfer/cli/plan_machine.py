@@ -1,7 +1,6 @@
 """The part of `zinfer plan` that finds the machine to plan for, and the model on it."""
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -9,6 +8,7 @@ from zinfer.cli.ending import importing, say
 from zinfer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from zinfer.model.known_models import KnownModel
     from zinfer.planning.plan import Case
     from zinfer.planning.presets import StatedMachine
 
@@ -80,37 +80,74 @@ def _bytes(option: str, value: str | None, example: str) -> int | None:
     return nbytes
 
 
-def open_case(model: Path, config: Path | None, options: MachineOptions, parallel: str) -> "Case":
-    """Return the model, and the machine for one process alone. Checks the machine first.
+def find_model(model: str) -> "KnownModel | None":
+    """Return the published model of this name; None: it is a folder. Imports no torch, so that refusals come at once.
+
+    Raises:
+        CheckpointError: it is neither, or a folder without a model; or zinfer does not know the model's layers.
+    """
+    with importing():
+        from zinfer.checkpoint.folder import HUB_NAME, find_folder, holds_config_alone, hub_name, resolve_folder
+        from zinfer.model.known_models import find_known_model, known_config, near_names
+
+    if (known := find_known_model(model)) is not None:
+        known_config(known)
+        return known
+    try:
+        if not holds_config_alone(find_folder(model)):
+            resolve_folder(model)
+    except CheckpointError as error:
+        name = hub_name(model)
+        if Path(name).exists() or not HUB_NAME.fullmatch(name) or name.lower().endswith("-gguf"):
+            raise
+        near = "".join(f"; or plan for the published model: --model {each}" for each in near_names(name)[:1])
+        if "/" not in name:
+            raise CheckpointError(f"{error}{near}") from error
+        folder = name.rpartition("/")[2]
+        raise CheckpointError(
+            f"{name!r}: no such folder, not in the Hugging Face cache, and none of the published models of `--model "
+            f"list`; a plan needs its config.json alone: run `hf download {name} config.json --local-dir {folder}`, "
+            f"then give --model {folder}{near}"
+        ) from error
+    return None
+
+
+def open_case(
+    model: str, config: Path | None, options: MachineOptions, parallel: str, weights: str | None = None
+) -> tuple["Case", str | None]:
+    """Return the model, and the machine for one process alone; and a line on what a run does not take of the model.
+
+    Checks the machine first, then the model's name.
 
     Raises:
         ConfigError, CheckpointError: an option, the configuration or the checkpoint is unusable.
     """
     options.check()
+    known = find_model(model)
     with importing():
+        from zinfer.checkpoint.folder import find_folder, holds_config_alone
         from zinfer.cli.plan_ranks import parse_parallel
         from zinfer.config import resolve_settings
-        from zinfer.model.known_models import KNOWN_MODELS
-        from zinfer.model.outline import check_settings, holds_config_alone, is_known_model, read_outline
+        from zinfer.jobs.request import WEIGHTS
+        from zinfer.model.outline import check_settings, read_outline
         from zinfer.planning.plan import Case
         from zinfer.planning.presets import find_preset, probed_machine, this_machine
 
-    settings = resolve_settings(config, {"parallel": parse_parallel(parallel)})
+    keys = {"parallel": parse_parallel(parallel), **(WEIGHTS[weights] if weights is not None else {})}
+    settings = resolve_settings(config, keys)
+    is_stated = settings.quantization is not None or weights is not None
+    if known is not None and known.quantization is not None and not is_stated:
+        settings = resolve_settings(config, {**keys, "quantization": known.quantization})
     machine = None
     if options.preset is not None:
         machine = find_preset(options.preset, settings, options.stated())
     elif options.probe is not None:
         machine = probed_machine(settings, options.probe)
-    elif is_known_model(model) or holds_config_alone(model):
+    elif known is not None or holds_config_alone(find_folder(model)):
         machine = this_machine(settings, ())
-    try:
-        outline = read_outline(model, settings.dtype, settings.quantization)
-    except CheckpointError as error:
-        if not model.exists() and (near := get_close_matches(str(model), KNOWN_MODELS, 1)):
-            raise CheckpointError(f"{error}; or plan for the published model: --model {near[0]}") from error
-        raise
+    outline = read_outline(model, settings.dtype, settings.quantization)
     check_settings(outline, settings)
     machine = machine or this_machine(settings, outline.files)
     for line in machine.limits.overstated(settings.memory, machine.device_memory_bytes):
         say(line if options.preset is None else f"{line}; --host-memory states what the host of a preset has")
-    return Case(outline, machine, settings)
+    return Case(outline, machine, settings), known.note(is_stated=is_stated) if known is not None else None

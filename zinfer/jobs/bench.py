@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Final
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from zinfer.batching.llm import LLM
 from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.folder import CONFIG_NAME, absolute
+from zinfer.checkpoint.folder import CONFIG_NAME, absolute, hub_name
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import mute_key_report, say_without_effect
 from zinfer.display import shown
@@ -30,8 +29,8 @@ from zinfer.jobs.progress import Forecast, JobForecast, Load, Meter, Stretch
 from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.rivals import Task, is_installed
 from zinfer.jobs.summary import weights_line
-from zinfer.model.known_models import KNOWN_MODELS
-from zinfer.model.outline import is_known_model, made_up_model
+from zinfer.model.known_models import find_known_model, known_config, near_names
+from zinfer.model.outline import made_up_model
 from zinfer.nvme.temporary_folder import temporary_folder
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
@@ -151,13 +150,12 @@ def _prepare(request: BenchRequest, settings: Settings, scratch: Path) -> tuple[
 
 def _config_folder(model: str, scratch: Path) -> Path:
     """Return the folder with the model's config.json; that of a published model is written to ``scratch``."""
-    if is_known_model(model):
-        (scratch / CONFIG_NAME).write_text(json.dumps(KNOWN_MODELS[model]))
+    if (known := find_known_model(model)) is not None:
+        (scratch / CONFIG_NAME).write_text(json.dumps(known_config(known)))
         return scratch
-    folder = absolute(model)
+    folder = absolute(hub_name(model))
     if not folder.is_dir():
-        near = get_close_matches(model, KNOWN_MODELS, 1)
-        hint = f"; or bench the published model: --model {near[0]}" if near else ""
+        hint = f"; or bench the published model: --model {near[0]}" if (near := near_names(model)) else ""
         raise CheckpointError(f"--model {model}: neither a folder nor a name from `--model list`{hint}")
     if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(

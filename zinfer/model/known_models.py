@@ -1,104 +1,185 @@
-"""Shapes of published models, to plan for them without a folder."""
+"""Published models by name: their shape, size and format, to plan for them without a folder.
 
+They are in known_models.json, in the order of `--model list`. Imports little: a misspelt name is refused at once.
+"""
+
+import json
+import os
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, Final
 
+from zinfer import __version__
+from zinfer.checkpoint.folder import HUB_NAME, find_folder, hub_name
+from zinfer.errors import CheckpointError
 
-def _llama(layers: int, width: int, feed_forward: int, heads: int, positions: int) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "hidden_size": width,
-        "intermediate_size": feed_forward,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": positions,
+_VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "fp8": {"bits": 8, "format": "fp8"},
+        "awq": {"bits": 4, "group_size": 128},
+        "gptq-int4": {"bits": 4, "group_size": 128},
+        "gptq-int8": {"bits": 8},
     }
+)
+"""`zinfer.quantization` by the end of a hub name, for models that are published in other formats too."""
+_TRAINED: Final = re.compile(r"-(instruct|chat|base|hf|it|thinking|bf16|fp16|\d{4})$")
+"""Ends of names that say how a model was trained, or when; its shape is the same."""
+_AS_PUBLISHED: Final = ("bf16", "fp16")
 
 
-def _opt(layers: int, width: int, heads: int) -> dict[str, Any]:
-    return {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "dtype": "float16",
-        "hidden_size": width,
-        "ffn_dim": 4 * width,
-        "word_embed_proj_dim": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-    }
+@dataclass(frozen=True)
+class KnownModel:
+    """A published model.
+
+    Attributes:
+        name: that plans show.
+        hub: its name on the Hugging Face hub.
+        parameters: in 10^9.
+        format: of the published weights.
+        config: its config.json, without the fields that a plan does not read; None: the layers are not known.
+        also: other names of this shape.
+        active: parameters that a token is multiplied with, in 10^9; None: all.
+        gigabytes: published; None: not known.
+        quantization: `zinfer.quantization` with which its weights take as many bytes as published; None: none.
+        stand_in: in words, what the layers of ``config`` have in place of the model's; None: they are the model's.
+    """
+
+    name: str
+    hub: str
+    parameters: float
+    format: str
+    config: Mapping[str, Any] | None = None
+    also: tuple[str, ...] = ()
+    active: float | None = None
+    gigabytes: float | None = None
+    quantization: Mapping[str, Any] | None = None
+    stand_in: str | None = None
+
+    @property
+    def published(self) -> str:
+        """Format and size, such as ``fp8, 689 GB``."""
+        return self.format + (f", {self.gigabytes:,.4g} GB" if self.gigabytes else "")
+
+    @property
+    def size(self) -> str:
+        """Parameters, such as ``671 B, 37 B active``."""
+        return f"{self.parameters:,.4g} B" + (f", {self.active:.3g} B active" if self.active else "")
+
+    def note(self, *, is_stated: bool = False) -> str | None:
+        """Return a line on what zinfer does not run of it as published; None if it runs it all.
+
+        Args:
+            is_stated: the configuration says in which form the weights are planned.
+        """
+        planned = []
+        if self.quantization is not None and not is_stated:
+            planned.append(_words(self.quantization))
+        if self.format not in _AS_PUBLISHED and self.quantization is None:
+            planned.append("safetensors")
+        if self.stand_in is not None:
+            planned.append(self.stand_in)
+        is_run = self.format in _AS_PUBLISHED and self.stand_in is None
+        if is_run or not planned:
+            return None
+        return (
+            f"zinfer {__version__} does not run {self.hub} as published yet ({self.published}); planned as if it had "
+            f"{' and '.join(planned)}"
+        )
 
 
-KNOWN_MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "llama-3-8b": _llama(32, 4096, 14336, 32, 8192),
-    "llama-3-70b": _llama(80, 8192, 28672, 64, 8192),
-    "llama-3.1-405b": _llama(126, 16384, 53248, 128, 131072),
-    "opt-30b": _opt(48, 7168, 56),
-    "opt-66b": _opt(64, 9216, 72),
-    "opt-175b": _opt(96, 12288, 96),
-    "mixtral-8x22b": {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "dtype": "bfloat16",
-        "hidden_size": 6144,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 56,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32768,
-        "max_position_embeddings": 65536,
-        "sliding_window": None,
-    },
-    "qwen3-235b-a22b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "dtype": "bfloat16",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_hidden_layers": 94,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    },
-    "deepseek-v3": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "dtype": "bfloat16",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "first_k_dense_replace": 3,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "vocab_size": 129280,
-        "max_position_embeddings": 163840,
-    },
-}
-"""The published config.json by name, without the fields that a plan does not read.
+def _read() -> Mapping[str, KnownModel]:
+    entries = json.loads((files("zinfer.model") / "known_models.json").read_text(encoding="utf-8"))
+    models = [KnownModel(**{**entry, "also": tuple(entry.get("also", ()))}) for entry in entries]
+    return MappingProxyType({model.name: model for model in models})
 
-DeepSeek-V3 is published in FP8 blocks; here its weights are bfloat16, or as ``zinfer.quantization`` says.
-"""
+
+KNOWN_MODELS: Final = _read()
+"""Published models by name."""
+
+
+def find_known_model(model: str | os.PathLike[str]) -> KnownModel | None:
+    """Return the published model of a name, with or without its organisation, in capitals or not.
+
+    None: it is no such name, or a folder or a model of the Hugging Face cache has it, which comes first.
+    """
+    try:
+        name = hub_name(model)
+    except CheckpointError:
+        return None
+    if not HUB_NAME.fullmatch(name) or (found := _spelt(name.rpartition("/")[2].lower())) is None:
+        return None
+    try:
+        find_folder(name)
+    except CheckpointError:
+        return found
+    return None
+
+
+def _spelt(name: str) -> KnownModel | None:
+    by_name = {each: model for model in KNOWN_MODELS.values() for each in (model.name, *model.also, _last(model.hub))}
+    if (found := by_name.get(name)) is not None:
+        return found
+    for end, quantization in _VARIANTS.items():
+        if name.endswith(f"-{end}") and (found := _spelt(name.removesuffix(f"-{end}"))) is not None:
+            hub = f"{found.hub.rpartition('/')[0]}/{_last(found.hub)}-{end}"
+            return _variant(found, end, hub, quantization) if found.format != end else found
+    if name.startswith("meta-"):
+        return _spelt(name.removeprefix("meta-"))
+    shorter = _TRAINED.sub("", name)
+    return _spelt(shorter) if shorter != name else None
+
+
+def _variant(model: KnownModel, end: str, hub: str, quantization: Mapping[str, Any]) -> KnownModel:
+    """Return the model as it is published in another format, whose size is not recorded."""
+    return KnownModel(
+        name=f"{model.name}-{end}",
+        hub=hub,
+        parameters=model.parameters,
+        format=end,
+        config=model.config,
+        active=model.active,
+        quantization=quantization,
+        stand_in=model.stand_in,
+    )
+
+
+def _last(hub: str) -> str:
+    return hub.rpartition("/")[2].lower()
+
+
+def near_names(model: str | os.PathLike[str]) -> list[str]:
+    """Return the names of published models that are spelt like this one, the nearest first."""
+    return get_close_matches(os.fspath(model).rpartition("/")[2].lower(), KNOWN_MODELS, 2, 0.75)
+
+
+def known_config(model: KnownModel) -> Mapping[str, Any]:
+    """Return the model's config.json.
+
+    Raises:
+        CheckpointError: its layers are not known.
+    """
+    if model.config is None:
+        raise CheckpointError(
+            f"{model.hub} ({model.size}; {model.published}): zinfer {__version__} does not run it yet, and knows too "
+            "little of its layers to plan for them; `--model list` names those that it knows"
+        )
+    return model.config
+
+
+def known_listing() -> str:
+    """Return a line for each published model: name, parameters, format and size, and whether it runs as published."""
+    width, lines = max(map(len, KNOWN_MODELS)), []
+    for each in KNOWN_MODELS.values():
+        fate = "cannot be planned yet" if each.config is None else "is planned, does not run yet" if each.note() else ""
+        lines.append(f"{each.name:{width}}  {each.size:21}  {each.published}{fate and f': {fate}'}")
+    return "\n".join(lines)
+
+
+def _words(quantization: Mapping[str, Any]) -> str:
+    kind = "FP8" if quantization.get("format") == "fp8" else f"INT{quantization['bits']}"
+    groups = f" in groups of {quantization['group_size']}" if "group_size" in quantization else ""
+    return f"{kind} weights{groups}"

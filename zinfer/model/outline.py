@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint, TensorEntry
 from zinfer.checkpoint.config_checks import read_config
-from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX, SAFETENSORS_SUFFIX, absolute, resolve_folder
+from zinfer.checkpoint.folder import CONFIG_NAME, absolute, find_folder, holds_config_alone, resolve_folder
 from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import check_min_out_tokens, max_positions
 from zinfer.model.experts import check_num_experts
-from zinfer.model.known_models import KNOWN_MODELS
+from zinfer.model.known_models import find_known_model, known_config
 from zinfer.model.layers import check_classes
 from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.quantized_forms import check_patterns
@@ -116,7 +116,8 @@ def read_outline(
     """Read the outline of a checkpoint, of a folder with config.json and no safetensors, or of a published model.
 
     Args:
-        model: as `zinfer.init_inference` takes it, a folder with config.json alone, or a name in `KNOWN_MODELS`.
+        model: as `zinfer.init_inference` takes it, a folder with config.json alone, or a name that `find_known_model`
+            knows.
         dtype: that the weights are cast to; None takes the checkpoint's own.
         quantization: which matrices are stored quantized; they are planned as if a store of them was on disk.
 
@@ -125,11 +126,11 @@ def read_outline(
             that a run refuses; or the checkpoint is damaged.
         PlanError: the model is no decoder that generates, or keeps a state other than keys and values.
     """
-    folder = absolute(model)
-    if is_known_model(model):
+    if (known := find_known_model(model)) is not None:
         with tempfile.TemporaryDirectory() as temporary:
-            (Path(temporary) / CONFIG_NAME).write_text(json.dumps(KNOWN_MODELS[os.fspath(model)]))
-            return replace(read_outline(temporary, dtype, quantization), name=os.fspath(model))
+            (Path(temporary) / CONFIG_NAME).write_text(json.dumps(known_config(known)))
+            return replace(read_outline(temporary, dtype, quantization), name=known.name)
+    folder = find_folder(model)
     if holds_config_alone(folder):
         tree, checkpoint = made_up_model(folder, dtype)
     else:
@@ -206,19 +207,6 @@ def _made_up_tensors(model: PreTrainedModel, file: Path) -> dict[str, TensorEntr
             tensors[name] = TensorEntry(name, value.dtype, tuple(value.shape), file, offset, value.nbytes)
             offset += value.nbytes
     return tensors
-
-
-def is_known_model(model: str | os.PathLike[str]) -> bool:
-    """Whether it is the name of a published model; a folder of that name comes first."""
-    return os.fspath(model) in KNOWN_MODELS and not absolute(model).exists()
-
-
-def holds_config_alone(model: str | os.PathLike[str]) -> bool:
-    """Whether the model is a folder with config.json and no weights."""
-    folder = absolute(model)
-    return (folder / CONFIG_NAME).is_file() and not any(
-        file.name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for file in folder.iterdir()
-    )
 
 
 def _check_config(checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:

@@ -1,6 +1,7 @@
 """Suggest changes for more tokens per second: each one is planned and predicted, and named only if it is faster."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,12 +21,13 @@ from zinfer.units import duration, human_bytes
 
 _Plan = TypeVar("_Plan", BatchPlan, JobPlan)
 _QUANTIZED: Final[tuple[tuple[Literal[4, 8], int | None], ...]] = ((8, None), (4, 128))
+_QUANTIZATION: Final = "zinfer.quantization"
 _LEAST_GAIN: Final = 1.05  # less is within the error of the prediction
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One change. ``gain`` is the speedup: tokens per second with it over those without it."""
+    """One change of a batch. ``gain`` is the speedup: tokens per second with it over those without it."""
 
     change: str
     tokens_per_s: float
@@ -33,6 +35,33 @@ class Advice:
 
     def __str__(self) -> str:
         return f"{self.change}: {speed(self.tokens_per_s)}, {self.gain:.3g} times as many"
+
+    @property
+    def weights(self) -> str | None:
+        """The weights that the change quantizes to, such as ``INT4 weights``; None if it does not."""
+        return _weights(self.change)
+
+
+@dataclass(frozen=True)
+class JobAdvice:
+    """One change of a job. ``gain`` is the speedup: seconds without it over those with it."""
+
+    change: str
+    seconds: float
+    gain: float
+
+    def __str__(self) -> str:
+        return f"{self.change}: {duration(self.seconds)}, {self.gain:.3g} times as fast"
+
+    @property
+    def weights(self) -> str | None:
+        """As that of `Advice`."""
+        return _weights(self.change)
+
+
+def _weights(change: str) -> str | None:
+    found = re.match(rf'{re.escape(_QUANTIZATION)} {{"bits": (\d)', change)
+    return f"INT{found[1]} weights" if found else None
 
 
 def advise(planned: BatchPlan) -> tuple[Advice, ...]:
@@ -58,7 +87,7 @@ def fitting_changes(case: Case, request: Request) -> Iterator[str]:
             yield change
 
 
-def job_advice(planned: JobPlan, settings: Settings, given: Mapping[str, Any] | None = None) -> list[str]:
+def job_advice(planned: JobPlan, settings: Settings, given: Mapping[str, Any] | None = None) -> list[JobAdvice]:
     """Return changes that speed up the job, largest gain first; each is tried alone. Quantization loses some accuracy.
 
     Args:
@@ -79,13 +108,8 @@ def job_advice(planned: JobPlan, settings: Settings, given: Mapping[str, Any] | 
     if moved := _in_other_memory(planned, settings):
         where = "host" if moved.budget.is_hosted else "device"
         plans.append((f"KV cache in {where} memory, {json.dumps(moved.configuration(given or {}))}", moved))
-    gains = [(planned.seconds / then.seconds, words, then) for words, then in plans]
-    found = [
-        (gain, f"{words}: {duration(then.seconds)}, {gain:.3g} times as fast")
-        for gain, words, then in gains
-        if gain >= _LEAST_GAIN
-    ]
-    return [words for _, words in sorted(found, reverse=True)]
+    found = [JobAdvice(words, then.seconds, planned.seconds / then.seconds) for words, then in plans]
+    return sorted((each for each in found if each.gain >= _LEAST_GAIN), key=lambda advice: -advice.gain)
 
 
 def fitting_job_changes(case: Case, job: Job) -> Iterator[str]:
@@ -161,7 +185,7 @@ def _quantized(case: Case) -> Iterator[tuple[str, Case]]:
         except ConfigError:  # the groups do not divide this model's matrices
             continue
         groups = "" if group_size is None else f', "group_size": {group_size}'
-        yield f'zinfer.quantization {{"bits": {bits}{groups}}}', replace(case, outline=smaller)
+        yield f'{_QUANTIZATION} {{"bits": {bits}{groups}}}', replace(case, outline=smaller)
 
 
 def _in_other_memory(planned: JobPlan, settings: Settings) -> JobPlan | None:

@@ -42,6 +42,12 @@ class DataSheet:
     disk_bytes_per_s: float
     aliases: tuple[str, ...]
 
+    @property
+    def title(self) -> str:
+        """The card in a sentence, such as ``an RTX 4090``."""
+        card = re.sub("NVIDIA |GeForce |Tesla ", "", self.aliases[0])
+        return f"{'an' if card[0] in 'AHLR' else 'a'} {card}"
+
 
 def _desktop(name: str, memory: float, bandwidth: float, tflops: float, pcie: int, *aliases: str) -> DataSheet:
     """64 GB of host memory and a fast consumer drive of PCIe 4."""
@@ -87,7 +93,7 @@ def find_data_sheet(name: str) -> DataSheet:
         ConfigError: there is none; names those that begin so, or are spelt alike, or all.
     """
     by_spelling = {_plain(each): sheet for sheet in _SHEETS for each in (sheet.name, *sheet.aliases)}
-    found = by_spelling.get(_plain(name))
+    found = by_spelling.get(_plain(name)) or by_spelling.get(f"rtx{_plain(name)}")  # "4090"
     if found is not None:
         return found
     spelt = _plain(name)

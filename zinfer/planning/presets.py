@@ -31,12 +31,14 @@ class Machine:
         limits: budgets; ``device_bytes`` is the maximum for weights and slots, even if more is free.
         device_memory_bytes: free for everything: weights, KV cache, activations and the CUDA context; whatever the cap.
         rates: rates of the device, and of the disk with the checkpoint.
+        title: in a sentence, such as ``an RTX 4090 with 64 GB``.
     """
 
     name: str
     limits: MachineLimits
     device_memory_bytes: int
     rates: Rates
+    title: str = "this machine"
 
     @property
     def usable_bytes(self) -> int:
@@ -74,8 +76,10 @@ class Machine:
         )
         rates = self.rates.shared(num_local, num_local / (mesh.zero * mesh.num_dividing)).times(count)
         ranks = f"{mesh.size} ranks" + (f" on {num_hosts} machines" if num_hosts > 1 else "")
-        name = f"{self.name}, {ranks}" if mesh.size > 1 else self.name
-        return replace(self, name=name, limits=part, device_memory_bytes=int(free_bytes * count), rates=rates)
+        part_of = replace(self, limits=part, device_memory_bytes=int(free_bytes * count), rates=rates)
+        if mesh.size == 1:
+            return part_of
+        return replace(part_of, name=f"{self.name}, {ranks}", title=f"{self.title}, {ranks}")
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ def find_preset(name: str, settings: Settings, stated: StatedMachine = AS_IT_IS)
         raise ConfigError(f'zinfer.device is "cpu", but --machine {name} is a GPU; remove one of the two')
     machine, host_bytes = stated.applied_to(machine), stated.host_bytes or int(sheet.host_bytes)
     limits = machine.limits.stated(settings.memory, machine.device_memory_bytes, host_bytes)
-    return replace(machine, limits=limits)
+    return replace(machine, limits=limits, title=f"{sheet.title} with {host_bytes / 1e9:,.4g} GB")
 
 
 def this_machine(settings: Settings, files: Sequence[Path] | None) -> Machine:

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean as mean
-from typing import Any
+from typing import Any, Final
 
 from rich.table import Table
 
 from zinfer.offload.block import Tier
-from zinfer.planning.advice import Advice
+from zinfer.planning.advice import Advice, JobAdvice
 from zinfer.planning.data_sheets import DATA_SHEETS
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.job_plan import Job, JobPlan
@@ -16,6 +16,48 @@ from zinfer.planning.plan import BatchPlan, Case
 from zinfer.planning.presets import PRESETS, Machine
 from zinfer.planning.step_time import PassTime, speed
 from zinfer.units import duration, human_bytes
+
+_BOUND_BY: Final = {
+    "disk": "the disk",
+    "link": "the link to the GPU",
+    "host copies": "copies in host memory",
+    "device memory": "the GPU's memory",
+    "gathers": "copies among ranks",
+}
+"""The resources of `PassTime.terms` in a sentence; others as they are."""
+
+
+def batch_answer(planned: BatchPlan, advice: Sequence[Advice], num_groups: int = 1) -> str:
+    """Return the plan in one sentence.
+
+    Args:
+        num_groups: groups of ranks that each compute such a batch.
+    """
+    prediction, request = planned.prediction, planned.request
+    smaller = next((each for each in advice if each.weights), None)
+    faster = f"; with {smaller.weights} {speed(num_groups * smaller.tokens_per_s)}" if smaller else ""
+    return (
+        f"{_where(planned.case)}: {speed(num_groups * prediction.tokens_per_s)}, "
+        f"{duration(prediction.seconds)} for {num_groups * request.batch_size:,} prompts, bound by "
+        f"{_bound_by(prediction.decode.bottleneck)}{faster}"
+    )
+
+
+def job_answer(num_rows: int, planned: JobPlan, advice: Sequence[JobAdvice]) -> str:
+    """Return the plan of a job of so many rows in one sentence."""
+    smaller = next((each for each in advice if each.weights), None)
+    faster = f"; with {smaller.weights} {duration(smaller.seconds)}" if smaller else ""
+    rows = f"{num_rows:,} {'rows' if num_rows > 1 else 'row'}"
+    bound = _bound_by(planned.simulated.bottleneck)
+    return f"{_where(planned.case)}: {duration(planned.seconds)} for {rows}, bound by {bound}{faster}"
+
+
+def _where(case: Case) -> str:
+    return f"{case.outline.name} on {case.machine.title}"
+
+
+def _bound_by(bottleneck: str) -> str:
+    return _BOUND_BY.get(bottleneck, bottleneck)
 
 
 def plan_table(planned: BatchPlan) -> Table:
@@ -184,7 +226,7 @@ def _together(most_together: int, max_sequences: int) -> str:
     return f"{most_together:,} at most (max_sequences: {max_sequences:,})"
 
 
-def job_document(job: Job, planned: JobPlan, advice: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+def job_document(job: Job, planned: JobPlan, advice: Sequence[JobAdvice], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a job's plan for `--json`; ``given`` is the configuration as written."""
     return {
         "model": planned.case.outline.name,
@@ -202,5 +244,5 @@ def job_document(job: Job, planned: JobPlan, advice: Sequence[str], given: Mappi
         "seconds": planned.seconds,
         "bottleneck": planned.simulated.bottleneck,
         "served": [vars(each) for each in _served(job, planned)],
-        "advice": list(advice),
+        "advice": [str(each) for each in advice],
     }
