@@ -29,7 +29,11 @@ def plan(
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
     machine: Annotated[
         str | None,
-        typer.Option(help="Preset to plan for instead of this machine, or the GPU's name in nvidia-smi; 'list': all."),
+        typer.Option(
+            "--machine",
+            "--gpu",
+            help="Preset to plan for instead of this machine, or the GPU's name in nvidia-smi; 'list': all.",
+        ),
     ] = None,
     host_memory: Annotated[
         str | None, typer.Option(help="Host memory, such as '128GB', in place of the preset's.")
