@@ -17,7 +17,7 @@ __all__ = ["model", "output"]  # fixtures
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *((chat("", **{name: value}), f"{name} is not supported; leave it out") for name, value in {
         "functions": [], "audio": {},
-        "stream_options": {}, "add_special_tokens": False, "truncate_prompt_tokens": 3, "return_token_ids": True,
+        "stream_options": {}, "truncate_prompt_tokens": 3, "return_token_ids": True,
     }.items()),
     (chat("", modalities=["text", "audio"]), "modalities: only text can be generated"),
     (chat("", tools=[{"type": "function", "function": {"name": "f"}}]), "calls in a form that is not known here"),

@@ -42,8 +42,8 @@ def test_the_first_examples_need_no_configuration() -> None:
     for page in (taught, start):
         assert not re.search(r"--config|\.json\"|nvme", "".join(found["text"] for found in FENCE.finditer(page)))
     for page in GUIDE.glob("*.md"):
-        [first, *_] = FENCE.finditer(page.read_text(encoding="utf-8"))
-        assert "--config" not in first["text"], page
+        first = next(FENCE.finditer(page.read_text(encoding="utf-8")), None)
+        assert first is None or "--config" not in first["text"], page
 
 
 def test_the_readme_counts_the_families() -> None:

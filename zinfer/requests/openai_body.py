@@ -29,16 +29,10 @@ _NAMES: Final = {
 
 _NOT_SUPPORTED: Final = frozenset(
     {
-        *(
-            "tools",
-            "tool_choice",
-            "parallel_tool_calls",
-            "functions",
-            "function_call",
-            "suffix",
-        ),  # chats may have tools
-        *("audio", "web_search_options", "truncate_prompt_tokens", "add_special_tokens", "return_token_ids"),
-        *("spaces_between_special_tokens", "continue_final_message", "add_generation_prompt", "chat_template"),
+        # Chats may have tools.
+        *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "suffix"),
+        *("audio", "web_search_options", "truncate_prompt_tokens", "return_token_ids"),
+        *("spaces_between_special_tokens", "chat_template"),
         *("documents", "use_beam_search", "length_penalty", "system", "input", "instructions"),
     }
 )
