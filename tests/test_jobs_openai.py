@@ -305,6 +305,15 @@ def test_what_the_model_is_to_blame_for_is_a_server_error(tmp_path: Path, output
 
 
 @pytest.mark.parametrize("options", WAYS)
+def test_what_the_engine_refuses_is_the_requests_fault(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    rows = [text("pattern", structured_outputs={"regex": "("}), text("good", max_tokens=2)]
+    found = rows_of(model, tmp_path, rows, **options)
+    assert found["good"]["response"]["status_code"] == 200
+    assert found["pattern"]["response"]["status_code"] == 400
+    assert found["pattern"]["response"]["body"]["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("options", WAYS)
 def test_an_output_goes_on_behind_its_prompt(tmp_path: Path, options: dict[str, Any]) -> None:
     """Its first blank stays though the decoder drops that of a text, unless the prompt has no text."""
     model = letters_model(tmp_path / "model")

@@ -80,13 +80,14 @@ class Records:
     def _write(self, ordinal: int, prompt: Prompt, answer: Sequence[Completion] | Encoding) -> None:
         row_id, form = prompt.row.id, prompt.row.openai
         parts: Sequence[Completion | Encoding] = [answer] if isinstance(answer, Encoding) else answer
-        errors = [each.error for each in parts if each.error is not None]
-        if errors:
-            record = _error(row_id, f"line {prompt.line}: {errors[0]}")
+        failed = next((each for each in parts if each.error is not None), None)
+        if failed is not None and failed.error is not None:
+            record = _error(row_id, f"line {prompt.line}: {failed.error}")
             if form is not None:
-                told = form.names.error(errors[0])
-                record = error_response(row_id, f"line {prompt.line}: {told}", Fault(500, told.field))
-            self._fail(ordinal, {**record, **prompt.row.kept}, _reason(errors[0]))
+                told = form.names.error(failed.error)
+                status = 400 if isinstance(failed, Completion) and failed.is_invalid else 500
+                record = error_response(row_id, f"line {prompt.line}: {told}", Fault(status, told.field))
+            self._fail(ordinal, {**record, **prompt.row.kept}, _reason(failed.error))
             return
         if isinstance(answer, Encoding):
             record = {"id": row_id, **answer.fields, "num_prompt_tokens": len(prompt.token_ids)}

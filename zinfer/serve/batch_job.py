@@ -226,5 +226,7 @@ def _put(done: "SimpleQueue[_Done]", ordinal: int, prompt: Prompt, result: "Futu
 def _answer(result: "Future[list[Completion]]") -> list[Completion]:
     try:
         return result.result()
-    except (ConfigError, RequestFailed) as error:
+    except ConfigError as error:
         return [Completion.failed(0, 0, str(error))]
+    except RequestFailed as error:  # the server's fault
+        return [Completion(0, 0, "", (), "error", error=str(error))]
