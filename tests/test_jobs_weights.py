@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.fingerprint import weights_sample
 from zinfer.errors import JobError
 from zinfer.jobs import UnusableInput
-from zinfer.jobs.weights import Weights
+from zinfer.jobs.weights import Weights, WeightsFile
 
 __all__ = ["output", "prompts"]  # fixtures
 
@@ -35,8 +36,21 @@ def shards(model: Path) -> list[Path]:
     return sorted(model.glob("*.safetensors"))
 
 
-def weights_of(model: Path) -> Weights:
-    return Weights(Checkpoint.open(model))
+def entries_of(model: Path) -> dict[str, WeightsFile]:
+    return Weights(Checkpoint.open(model)).entries({})
+
+
+def check_same(model: Path, former: dict[str, WeightsFile], notes: list[str]) -> None:
+    weights = Weights(Checkpoint.open(model))
+    weights.check_same(former, weights.entries(former), notes.append)
+
+
+def set_back(file: Path, then: os.stat_result) -> None:
+    """Give a changed file its old modification time; the time of its last change, which none can set, is another."""
+    assert file.stat().st_size == then.st_size
+    os.utime(file, ns=(then.st_atime_ns, then.st_mtime_ns))
+    while file.stat().st_ctime_ns == then.st_ctime_ns:  # within one tick of the system's clock
+        os.utime(file, ns=(then.st_atime_ns, then.st_mtime_ns))
 
 
 def stopped(model: Path, prompts: Path, output: Path, **options: Any) -> None:
@@ -62,7 +76,7 @@ def test_other_weights_in_files_of_the_same_size_are_refused(
     tune(file)
     assert file.stat().st_size == then.st_size
     if has_same_time:
-        os.utime(file, ns=(then.st_atime_ns, then.st_mtime_ns))
+        set_back(file, then)
     rows = output.read_bytes()
     with pytest.raises(UnusableInput, match=rf"model {file} holds other weights .*samples .* in the manifest, .* now"):
         job(model, prompts, output, engine_factory=never_made)
@@ -74,18 +88,33 @@ def test_one_matrix_that_differs_is_refused_wherever_it_lies(tmp_path: Path) -> 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 128}
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path)
     file, notes, missed = tmp_path / "model.safetensors", list[str](), list[str]()
-    former, then, tensors, spread = weights_of(tmp_path).files, file.stat(), load_file(file), weights_sample([file])
+    former, then, tensors, spread = entries_of(tmp_path), file.stat(), load_file(file), weights_sample([file])
     for name, tensor in tensors.items():
         save_file({**tensors, name: tensor + 0.01}, file, {"format": "pt"})
-        assert file.stat().st_size == then.st_size
-        os.utime(file, ns=(then.st_atime_ns, then.st_mtime_ns))
+        set_back(file, then)
         missed += [name] if weights_sample([file]) == spread else []
         with pytest.raises(UnusableInput, match=f"model {file} holds other weights"):
-            weights_of(tmp_path).check_same(former, notes.append)
+            check_same(tmp_path, former, notes)
     assert missed, "the test's own: one must lie between the samples of a file"
     save_file(tensors, file, {"format": "pt"})
-    weights_of(tmp_path).check_same(former, notes.append)
-    assert notes == ["1 weights files have other times than when this job began, and hold the same"]
+    set_back(file, then)
+    check_same(tmp_path, former, notes)
+    [note] = notes
+    assert note.startswith("1 weights files have other times than when this job began")
+
+
+def test_files_with_their_sizes_and_times_are_not_read(model: Path) -> None:
+    """An entry with another sample goes on, until any of its times is another one."""
+    notes = list[str]()
+    recorded = {name: replace(entry, sample_sha256="of a sample") for name, entry in entries_of(model).items()}
+    assert Weights(Checkpoint.open(model)).entries(recorded) == recorded
+    check_same(model, recorded, notes)
+    assert notes == []
+    file = shards(model)[0]
+    set_back(file, file.stat())
+    for former in (recorded, {name: replace(entry, ctime_ns=None) for name, entry in recorded.items()}):
+        with pytest.raises(UnusableInput, match=f"model {file} holds other weights"):
+            check_same(model, former, notes)
 
 
 def test_a_folder_that_was_copied_goes_on(model: Path, prompts: Path, output: Path) -> None:

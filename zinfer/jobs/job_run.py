@@ -34,7 +34,7 @@ from zinfer.jobs.row_sample import RowSample
 from zinfer.jobs.rows import RowState, read_lines
 from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.versions import software
-from zinfer.jobs.weights import Weights
+from zinfer.jobs.weights import Weights, WeightsFile
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.planning.job_plan import Job
@@ -101,9 +101,10 @@ class JobRun:
     def _run(self, out: Output) -> JobSummary:
         meter, mode = self._meter, self._mode
         mode.limit_batch_size(self._index.num_rows)
-        if out.manifest is not None and not self._request.restart:
-            mode.reuse_batch_size(out.manifest.settings)
-        self._manifest = self._new_manifest()
+        former = None if self._request.restart else out.manifest
+        if former is not None:
+            mode.reuse_batch_size(former.settings)
+        self._manifest = self._new_manifest({} if former is None else former.weights)
         states = self._resume(out)
         if self._request.ordered:
             out.keep_order(self._index)
@@ -142,7 +143,7 @@ class JobRun:
         with closing(self._mode), closing(self._encoder):
             pass
 
-    def _new_manifest(self) -> Manifest:
+    def _new_manifest(self, weights: Mapping[str, WeightsFile]) -> Manifest:
         request, checkpoint = self._request, self._checkpoint
         return Manifest(
             model={
@@ -159,7 +160,7 @@ class JobRun:
             versions=software(),
             began=datetime.now().astimezone(),
             model_name=Path(request.model).name or checkpoint.folder.name,
-            weights=self._weights.files,
+            weights=self._weights.entries(weights),
         )
 
     def _resume(self, out: Output) -> bytearray:
@@ -175,9 +176,9 @@ class JobRun:
         else:
             out.check_same_job(now)
         if former is not None:
-            self._weights.check_same(former.weights, self._meter.note)
-            if self._weights.files != former.weights:
-                out.keep(replace(former, weights=self._weights.files))
+            self._weights.check_same(former.weights, now.weights, self._meter.note)
+            if now.weights != former.weights:
+                out.keep(replace(former, weights=now.weights))
             if former.versions != now.versions:
                 then = name_values(former.versions)
                 self._meter.note(f"this job began with {then}; now {name_values(now.versions)}")

@@ -1,7 +1,8 @@
-"""Tells whether a job goes on with the weights that it began with: by each file's size, and by samples of each tensor.
+"""Tells whether a job goes on with the weights that it began with: by each file's size and times, else by samples.
 
-Samples take milliseconds a file, whatever its size and however many ranks read it. They tell other weights apart,
-fine-tunes of one model too, also where a single matrix differs; they do not notice damage to a few bytes.
+A file whose size and times are as recorded is not read. Samples take milliseconds a file, whatever its size and however
+many ranks read it. They tell other weights apart, fine-tunes of one model too, also where a single matrix differs; they
+do not notice damage to a few bytes.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,54 +31,83 @@ _NUM_READERS: Final = 16  # at once: a disk takes its time for each
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class WeightsFile:
-    """A weights file in the manifest; ``sample_sha256`` is of the first, middle and last bytes of each tensor."""
+    """A weights file in the manifest.
+
+    Attributes:
+        sample_sha256: of the first, middle and last bytes of each tensor.
+        ctime_ns: of the last change of any kind, which no program can set back; None: recorded by an earlier zinfer.
+    """
 
     size_bytes: int
     mtime_ns: int
     sample_sha256: str
+    ctime_ns: int | None = None
+
+    @property
+    def state(self) -> tuple[int, int, int | None]:
+        """What is known of the file without reading it."""
+        return self.size_bytes, self.mtime_ns, self.ctime_ns
 
 
 class Weights:
     """The weights files of one run of a job.
 
     Raises:
-        CheckpointError: a file cannot be read.
-
-    Attributes:
-        files: entries for the manifest, by file name.
+        CheckpointError: a file cannot be accessed.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._identities = checkpoint.files
         self._paths = {file.relative_to(checkpoint.folder).as_posix(): file for file in checkpoint.files}
-        tensors: defaultdict[Path, list[TensorEntry]] = defaultdict(list)
+        self._ctimes_ns = {file: _ctime_ns(file) for file in checkpoint.files}
+        self._tensors: defaultdict[Path, list[TensorEntry]] = defaultdict(list)
         for tensor in checkpoint.tensors.values():
-            tensors[tensor.file].append(tensor)
-        with ThreadPoolExecutor(_NUM_READERS, "zinfer-samples") as readers:
-            samples = {file: readers.submit(_sample, file, tensors[file]) for file in self._paths.values()}
-        self.files = {
-            name: WeightsFile(self._identities[file].num_bytes, self._identities[file].mtime_ns, samples[file].result())
-            for name, file in self._paths.items()
-        }
+            self._tensors[tensor.file].append(tensor)
 
-    def check_same(self, former: Mapping[str, WeightsFile], note: Callable[[str], None]) -> None:
+    def entries(self, former: Mapping[str, WeightsFile]) -> dict[str, WeightsFile]:
+        """Return the manifest's entries, by file name.
+
+        Args:
+            former: entries of the job's manifest; files that have their sizes and times are not read. Empty: all are.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        with ThreadPoolExecutor(_NUM_READERS, "zinfer-samples") as readers:
+            return dict(zip(self._paths, readers.map(partial(self._entry, former), self._paths), strict=True))
+
+    def check_same(
+        self, former: Mapping[str, WeightsFile], now: Mapping[str, WeightsFile], note: Callable[[str], None]
+    ) -> None:
         """Compare the files with those that the job began with.
 
         Args:
             former: entries of the job's manifest.
+            now: what `entries` returns.
             note: says that files have other times.
 
         Raises:
             UnusableInput: a file holds other weights.
         """
-        for name, now in self.files.items():
-            if difference := _difference(former.get(name), now):
+        for name, entry in now.items():
+            if difference := _difference(former.get(name), entry):
                 raise UnusableInput(
                     f"model {self._paths[name]} holds other weights than when this job began ({difference}); restore "
                     "the file, give another --output, or --restart to discard the job's rows"
                 )
-        if num_touched := sum(former[name] != now for name, now in self.files.items()):
-            note(f"{num_touched} weights files have other times than when this job began, and hold the same")
+        if num_touched := sum(former[name] != entry for name, entry in now.items()):
+            note(
+                f"{num_touched} weights files have other times than when this job began; sizes and samples of each "
+                "tensor are the same"
+            )
+
+    def _entry(self, former: Mapping[str, WeightsFile], name: str) -> WeightsFile:
+        file, known = self._paths[name], former.get(name)
+        identity, ctime_ns = self._identities[file], self._ctimes_ns[file]
+        if known is not None and known.state == (identity.num_bytes, identity.mtime_ns, ctime_ns):
+            return known
+        sample = _sample(file, self._tensors[file])
+        return WeightsFile(identity.num_bytes, identity.mtime_ns, sample, ctime_ns)
 
     def check_unchanged(self) -> None:
         """Raise JobError if a file was replaced or modified since the job read its header."""
@@ -89,6 +120,13 @@ class Weights:
                 raise JobError(
                     f"model {file} was changed while the job ran ({then.difference(now)}); run the same command again"
                 )
+
+
+def _ctime_ns(file: Path) -> int:
+    try:
+        return os.stat(file).st_ctime_ns
+    except OSError as error:
+        raise unreadable(file, error) from error
 
 
 def _sample(file: Path, tensors: Sequence[TensorEntry]) -> str:
