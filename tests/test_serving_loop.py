@@ -4,19 +4,26 @@ import asyncio
 import itertools
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from jobs_support import letters_model
 from threads import settled_threads
 
 from zinfer import LLM, AsyncLLM, Completion, SamplingParams
+from zinfer.batching.batcher import Batcher
 from zinfer.batching.handle import Handle
+from zinfer.batching.request import Request
+from zinfer.batching.serving_loop import ServingLoop
 from zinfer.errors import ConfigError
 from zinfer.requests.completion import CompletionDelta
+from zinfer.requests.stop_criteria import StopCriteria
 
 NUM_PROMPTS = 8
 SIZES: dict[str, Any] = {"device": "cpu", "kv_page_size": 8, "kv_cache_memory": "2MB", "tokens_per_pass": 40}
@@ -240,3 +247,61 @@ def test_tasks_share_passes_and_may_be_cancelled(folder: Path, alone: list[Compl
             await anext(llm.generate("a"))
 
     asyncio.run(run())
+
+
+class FloodedBatcher:
+    """A batcher whose every cancel is followed by another; a request ends with its third pass."""
+
+    def __init__(self) -> None:
+        self.loop: ServingLoop | None = None
+        self.flood: Handle | None = None
+        self.requests: list[Request] = []
+        self.num_steps = 0
+        self.has_known = False
+
+    def begin(self, requests: list[Request]) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def add(self, request: Request) -> None:
+        self.requests.append(request)
+
+    def cancel(self, requests: list[Request]) -> list[Any]:
+        if self.loop is not None and self.flood is not None and self.num_steps < 3:
+            self.loop.cancel(self.flood)
+        return []
+
+    def order(self) -> None: ...
+
+    def step(self, order: None) -> list[Any]:
+        self.num_steps += 1
+        return [(self.requests[0], Completion(0, 0, "", (), "length"))] if self.num_steps == 3 else []
+
+
+def test_a_flood_of_commands_does_not_keep_passes_waiting(llm: LLM) -> None:
+    batcher = FloodedBatcher()
+    batcher.flood = prepared(llm, 1)
+    batcher.loop = loop = ServingLoop(cast(Batcher, batcher), torch.device("cpu"), [])
+    handle = prepared(llm, 0)
+    loop.submit(handle)
+    loop.cancel(batcher.flood)
+    assert [type(each) for each in handle] == [Completion]
+    loop.close()
+    assert batcher.num_steps == 3
+
+
+def test_stop_strings_of_a_request_do_not_make_others_be_looked_at(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: Counter[bool] = Counter()
+    reason = StopCriteria.reason
+
+    def counting(criteria: StopCriteria, token_ids: list[int]) -> str | None:
+        looks[criteria.reads] += 1
+        return reason(criteria, token_ids)
+
+    monkeypatch.setattr(StopCriteria, "reason", counting)
+    plain = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    stopped = replace(plain, stop=("\U0001f600",))
+    found = llm.generate(PROMPTS[:6], [plain, plain, plain, plain, plain, stopped])
+    assert {each.finish_reason for each in found} <= {"length", "stop"}
+    assert looks[False] == 5, "once each, at its end"
+    assert looks[True] == len(found[5].token_ids)

@@ -81,6 +81,20 @@ def test_nobody_saves_up_turns() -> None:
     assert arrivals.admit(20).count("b") in (10, 11), "it was away for thirty turns"
 
 
+def test_owners_that_are_gone_are_forgotten() -> None:
+    """Each of many comes once, and its clock is ahead when it leaves."""
+    queue = WaitingQueue("arrival")
+    for number in range(10_000):
+        sequence = Sequence(number, [1] * 5, 3, precedence=Precedence(owner=f"owner {number}"))
+        queue.add(sequence)
+        assert queue.first() is sequence
+        queue.remove_first()
+        sequence.state = SequenceState.RUNNING
+        sequence.output_ids += [1, 1]
+        queue.charge(sequence)
+    assert len(queue._owners) <= 2048
+
+
 def test_lower_numbers_come_first_and_the_background_last() -> None:
     arrivals = Arrivals()
     arrivals.add(2, "z", is_background=True, priority=-9)

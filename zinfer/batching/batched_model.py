@@ -380,7 +380,7 @@ class BatchedModel:
 
         Raises:
             RuntimeError: it was called within a pass, as in a forward hook.
-        RankError: another rank that makes the same passes has failed.
+            RankError: another rank that makes the same passes has failed.
         """
         if not self._model.is_forked:
             self._loop.close()

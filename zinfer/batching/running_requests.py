@@ -81,11 +81,10 @@ class RunningRequests:
         self._watch = watch
         self._speculation = speculation
         self.by_number: dict[int, RunningRequest] = {}
-        self._matched: set[int] = set()  # those with a grammar
-        # Of the requests since `begin`: token ids that may complete one, whether any has stop strings, and whether any
-        # wants its tokens one by one.
+        self._read: set[int] = set()  # those with a grammar or stop strings, which any token may complete
+        # Of the requests since `begin`: token ids that may complete one, and whether any wants its tokens one by one.
         self._last_ids: set[int] = set()
-        self._reads = self._tells = False
+        self._tells = False
         self._suspects: dict[int, str] = {}  # restarted sequences, and where they broke
         self._num_needed: dict[Request, int] = {}  # of those whose tokens are known
         self._num_added = 0
@@ -104,12 +103,12 @@ class RunningRequests:
         """
         assert not self.by_number
         self._num_needed = count_needed(requests, self._cache.page_size)
-        self._last_ids, self._reads, self._tells = {BROKEN}, False, False
+        self._last_ids, self._tells = {BROKEN}, False
 
     def drop(self, scheduler: Scheduler) -> None:
         """Drop all requests; later ones are of this scheduler."""
         self._watch.stop()
-        for each in (self.by_number, self._matched, self._suspects):
+        for each in (self.by_number, self._read, self._suspects):
             each.clear()
         self._scheduler = scheduler
 
@@ -134,14 +133,14 @@ class RunningRequests:
         matcher = None
         if request.grammar is not None:
             matcher = StructureMatcher(request.grammar, ends, request.stop_criteria.last_ids)
-            self._matched.add(sequence.number)
         row = Row(
             params, sequence.prompt_ids, output_ids, ends, uniform_at, request.bad_word_ids, matcher, request.rules
         )
         num_needed = self._num_needed.get(request, EVERYTHING)
         self.by_number[sequence.number] = RunningRequest(request, sequence, row, num_needed)
         self._last_ids |= request.stop_criteria.last_ids
-        self._reads |= request.stop_criteria.reads
+        if request.stop_criteria.reads or matcher is not None:
+            self._read.add(sequence.number)
         self._tells |= request.detokenizer is not None
 
     def needs(self, chunks: Chunks) -> bool:
@@ -225,15 +224,13 @@ class RunningRequests:
 
     def _perhaps_complete(self, found: Round) -> Sequence[RunningRequest]:
         """Return requests that may be complete. Keep the loop minimal: it runs per sequence per pass."""
-        if self._reads:
-            return found.rows
         last_ids, ended = self._last_ids, SequenceState.FINISHED  # with all the tokens that they may have
         sequences = found.sequences
         each = enumerate(zip(sequences, found.token_ids, strict=True))
         places = [place for place, (sequence, token_id) in each if token_id in last_ids or sequence.state is ended]
-        if self._matched:
-            matched = {place for place, sequence in enumerate(sequences) if sequence.number in self._matched}
-            places = sorted(matched.union(places))
+        if self._read:
+            read = {place for place, sequence in enumerate(sequences) if sequence.number in self._read}
+            places = sorted(read.union(places))
         return [found.rows[place] for place in places]
 
     def _restart(self, broken: set[int]) -> set[int]:
@@ -262,7 +259,7 @@ class RunningRequests:
             self._scheduler.end(sequence)
         self._cache.forget(sequence.number)  # also of one whose guesses were right after it was swapped out
         del self.by_number[sequence.number]
-        self._matched.discard(sequence.number)
+        self._read.discard(sequence.number)
         if self._suspects.pop(sequence.number, None) is not None and not self._suspects:
             self._watch.stop()
         return request, each.completion(reason, error)

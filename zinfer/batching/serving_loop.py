@@ -1,7 +1,8 @@
 """The thread that runs a model's requests: it owns the batcher, the scheduler, the pages and the device's stream.
 
 [Note: one owner] Other threads only put commands into the loop's queue and read events from their handles; the loop
-takes commands between two passes. So a signal, which Python delivers to the main thread, cannot interrupt any
+takes commands between two passes, and no more than `_MAX_COMMANDS`, so that a flood of calls does not starve passes.
+So a signal, which Python delivers to the main thread, cannot interrupt any
 bookkeeping. A pass that fails ends its requests with the error, and the loop continues with the next ones; if cleaning
 up after the failure fails too, the loop ends and refuses later requests.
 
@@ -17,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -28,6 +29,9 @@ from zinfer.batching.request import Request
 from zinfer.errors import PlanError, RankError
 from zinfer.requests.completion import Completion
 from zinfer.scheduling.pass_order import PassOrder
+
+_MAX_COMMANDS: Final = 4096
+"""Between two passes. All requests that arrive within a usual pass still join the next one."""
 
 
 class Call(Protocol):
@@ -178,13 +182,16 @@ class ServingLoop:
             self._over.release()
 
     def _serve(self) -> None:
+        num_taken = 0  # commands since the last pass
         while not self._closing:
             try:
-                if self._handles and self._commands.empty():
+                if self._handles and (num_taken >= _MAX_COMMANDS or self._commands.empty()):
+                    num_taken = 0
                     self._pass(self._batcher.order())
                 else:
                     if self._leader is not None and self._commands.empty():
                         self._leader.send()
+                    num_taken += 1
                     self._commands.get()()
             except BaseException as error:  # a hook may raise anything
                 if self._leader is not None:

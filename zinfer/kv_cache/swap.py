@@ -79,7 +79,7 @@ class SwapSpace:
         """Save a sequence's pages; they may be overwritten when this returns.
 
         Raises:
-            ScratchError: the disk is full or failed; nothing is kept then.
+            ScratchError: the disk is full or failed; `forget` gives back what was taken.
         """
         assert number not in self._kept, f"sequence {number} is swapped out already"
         most = self._most_in_memory

@@ -3,16 +3,19 @@
 [Note: turns]
 Owners take turns by tokens (start-time fair queueing, Goyal et al. 1996). Each has a clock, in tokens: it advances by
 the prompt of each sequence that is admitted, and by the output of each that ends. The owner whose clock is behind comes
-next. Who comes back after nothing of his waited starts at the clock of the owner admitted last, so that nobody saves up
-turns. So an owner's one sequence waits for a few others, however many another owner has.
+next. An owner that was idle resumes at the clock of the last admitted owner, so idle time cannot be banked. Of many
+idle owners those that are furthest behind are forgotten. So an owner's one sequence waits for a few others, however
+many another owner has.
 """
 
 import heapq
-from typing import Literal
+from typing import Final, Literal
 
 from zinfer.scheduling.sequence import Sequence, SequenceState
 
 Order = Literal["arrival", "longest_first"]
+_MAX_IDLE: Final = 1024
+"""Owners with nothing waiting whose clocks are kept."""
 _Entry = tuple[int, int, tuple[int, int], int, Sequence]
 
 
@@ -58,6 +61,8 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """Add a sequence; numbers must increase."""
         name = sequence.precedence.owner
+        if name not in self._owners and len(self._owners) >= 2 * _MAX_IDLE:
+            self._forget_idle()
         owner = self._owners.setdefault(name, _Owner(self._clock))
         if owner.is_idle:
             owner.clock = max(owner.clock, self._clock)
@@ -93,6 +98,13 @@ class WaitingQueue:
             owner.generation = generation + 1
         self._clock = max(self._clock, owner.clock)
         owner.clock += len(sequence.prompt_ids)
+
+    def _forget_idle(self) -> None:
+        """Forget idle owners that the clock has passed, and the furthest behind of more than `_MAX_IDLE` others."""
+        idle = sorted((owner.clock, name) for name, owner in self._owners.items() if owner.is_idle)
+        for place, (clock, name) in enumerate(idle):
+            if clock <= self._clock or place < len(idle) - _MAX_IDLE:
+                del self._owners[name]
 
     def charge(self, sequence: Sequence) -> None:
         """Advance the clock of a sequence's owner by its output, once it has ended."""
