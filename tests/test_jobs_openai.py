@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from jobs_run_support import model, output
 from jobs_support import ResidentEngine, letters_model, letters_tokenizer, prompt_rows, read_rows, write_rows
 from openai_support import HI, asked, chat, rows_of, run, text
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
+from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from zinfer.jobs.openai_batch import OpenAIForm
@@ -23,9 +26,12 @@ from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.request import manifest_path
 from zinfer.jobs.rows import Row, id_key
 from zinfer.requests.client_names import ClientNames
-from zinfer.requests.completion import Completion
+from zinfer.requests.completion import Completion, CompletionDelta
+from zinfer.requests.detokenizer import Detokenizer
 from zinfer.requests.logprobs import Logprobs
+from zinfer.requests.openai_choice import Echo, OpenAIChoices, TextLogprobs
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.stop_criteria import StopCriteria
 
 __all__ = ["model", "output"]  # fixtures
 WAYS: list[dict[str, Any]] = [{}, {"engine_factory": ResidentEngine}]
@@ -350,13 +356,58 @@ def test_what_follows_an_encoder_is_a_text_of_its_own(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "model", tmp_path, [row])["a"]["text"] == " " * 3
 
 
-def test_tokens_keep_blanks_that_a_decoder_drops_and_parts_of_characters_have_no_bytes() -> None:
+def blanks_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {"</s>": 0, "▁the": 1, "cat": 2, "<0xC3>": 3, "<0xA9>": 4}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="</s>"))
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+@given(
+    ids=st.lists(st.integers(1, 4), min_size=1, max_size=9),
+    stop=st.sampled_from([(), ("cat the",), ("hec", "é"), ("t t", "zz")]),
+    skips=st.booleans(),
+)
+def test_a_streams_logprobs_are_those_of_the_whole(ids: list[int], stop: tuple[str, ...], skips: bool) -> None:
+    """However much text is held back, and wherever a stop string cuts it."""
+    tokenizer, choices = blanks_tokenizer(), OpenAIChoices(blanks_tokenizer())
+    params = SamplingParams(stop=stop, max_new_tokens=len(ids), skip_special_tokens=skips, logprobs=0)
+    criteria, detokenizer = StopCriteria(tokenizer, params, ()), Detokenizer(tokenizer, stop, skips_special=skips)
+    num_tokens = next(end for end in range(1, len(ids) + 1) if criteria.reason(ids[:end]))
+    given_ids, found, shown = tuple(ids[:num_tokens]), TextLogprobs(choices, begin=5, skips_special=skips), []
+    logprobs = tuple(Logprobs(-float(number), [], []) for number in range(num_tokens))
+    whole = Completion(0, 0, criteria.text(given_ids), given_ids, "stop", logprobs)
+    for token_id, each in zip(given_ids[:-1], logprobs, strict=False):
+        shown.append(choices.chunk(CompletionDelta(0, 0, detokenizer.add(token_id), (token_id,), (each,)), found))
+    rest = CompletionDelta(0, 0, whole.text[detokenizer.num_chars :], given_ids[-1:], logprobs[-1:], whole)
+    shown.append(choices.chunk(rest, found))
+    echo = Echo("12345", ())
+    wanted = choices.whole(whole, is_chat=False, skips_special=skips, echo=echo)["logprobs"]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [value for each in shown for value in (each["logprobs"] or {name: []})[name]] == wanted[name]
+
+
+def test_every_token_has_its_bytes() -> None:
+    """Byte-level vocabularies, byte fallback, and the character that stands for what cannot be decoded."""
+    backend = Tokenizer(BPE(unk_token=None))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = BpeTrainer(vocab_size=270, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    backend.train_from_iterator(["the 😀 naïve"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    text = "the 😀 naïve 你\ufffd"
+    ids = tuple(tokenizer(text).input_ids)
+    logprobs = (Logprobs(-1.0, [], []),) * len(ids)
+    choice = OpenAIChoices(tokenizer).whole(
+        Completion(0, 0, text, ids, "stop", logprobs), is_chat=True, skips_special=True
+    )
+    assert bytes(byte for each in choice["logprobs"]["content"] for byte in each["bytes"]).decode() == text
+    assert any("\ufffd" in each["token"] for each in choice["logprobs"]["content"])
+
+
+def test_tokens_keep_blanks_that_a_decoder_drops() -> None:
+    tokenizer = blanks_tokenizer()
     row = Row(id="r", prompt="p", params=SamplingParams(logprobs=1))
     logprobs = tuple(Logprobs(-1.0, [top], [-float("inf")]) for top in (1, 2, 3, 0))
     completion = Completion(0, 0, "thecat\ufffd", (1, 2, 3, 0), "stop", logprobs)
@@ -365,7 +416,7 @@ def test_tokens_keep_blanks_that_a_decoder_drops_and_parts_of_characters_have_no
     rows = [responses.completed(Prompt(row, (1,), 1), form, [completion]) for form in forms]
     of_chat, of_text = (each["response"]["body"]["choices"][0]["logprobs"] for each in rows)
     assert [each["token"] for each in of_chat["content"]] == [" the", "cat", "\ufffd", "</s>"]
-    assert [each["bytes"] for each in of_chat["content"]] == [list(b" the"), list(b"cat"), None, list(b"</s>")]
+    assert [each["bytes"] for each in of_chat["content"]] == [list(b" the"), list(b"cat"), [0xC3], list(b"</s>")]
     assert of_chat["content"][0]["top_logprobs"][0]["logprob"] == -9999.0
     assert of_text["text_offset"] == [0, 3, 6, 7]
     pieces = Completion(0, 0, "the\u00e9cat\ufffd", (1, 3, 4, 2, 3), "stop", (logprobs[0],) * 5)

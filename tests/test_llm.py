@@ -92,6 +92,7 @@ def test_samples_differ_and_their_seeds_repeat_them(llm: LLM, prompts: list[list
     for each in first:
         again = llm.generate(by_ids(prompts)[each.prompt_index], replace(params, n=1, seed=each.seed))[0]
         assert (again.token_ids, again.seed) == (each.token_ids, each.seed)
+        assert list(each.prompt_token_ids) == prompts[each.prompt_index]
     assert llm.generate(by_ids(prompts[:1]), SamplingParams(max_new_tokens=1))[0].seed is None, "nothing is drawn"
 
 

@@ -109,4 +109,5 @@ class RunningRequest:
             criteria.stop_reason(output_ids) if reason == "stop" and output_ids else None,
             self.scores if error is None and reason != "cancelled" else None,
             None if request.params.is_greedy else request.seed,
+            tuple(request.prompt_ids),
         )

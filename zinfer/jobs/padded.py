@@ -179,7 +179,15 @@ class PaddedSequence:
         text = self.stop_criteria.text(token_ids)
         seed = None if self.prompt.params.is_greedy else self.seed
         return Completion(
-            0, self.sample, text, token_ids, self.finish_reason, logprobs, stop_reason=stop_reason, seed=seed
+            0,
+            self.sample,
+            text,
+            token_ids,
+            self.finish_reason,
+            logprobs,
+            stop_reason=stop_reason,
+            seed=seed,
+            prompt_token_ids=self.prompt.token_ids,
         )
 
 

@@ -35,6 +35,7 @@ class Completion:
         logprobs: for each token, if requested.
         error: error message; None if there was no error.
         prompt_logprobs: for each token of the prompt, if requested; None for those before the first one that is scored.
+        prompt_token_ids: the prompt's tokens; empty if it could not be used.
         seed: of its draws: a request for one completion with it gets the same tokens. None: it was greedy.
         stop_reason: the member of ``stop`` or ``stop_token_ids`` that ended it; None if something else did, such as an
             end token of the model.
@@ -51,6 +52,7 @@ class Completion:
     stop_reason: int | str | None = None
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     seed: int | None = None
+    prompt_token_ids: tuple[int, ...] = ()
     is_invalid: bool = False
 
     @classmethod

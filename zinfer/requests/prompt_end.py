@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from itertools import islice, takewhile
 from typing import Any, Final, NamedTuple
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 UNDECODED: Final = "\ufffd"
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
 _NUM_TOKENS: Final = 6  # a character has at most four bytes, and decoders look back at a word or two
@@ -35,6 +37,20 @@ def byte_of(tokenizer: Any, token_id: int) -> int | None:
     """Return the byte that a token stands for, if it is one that is decoded together with the bytes beside it."""
     found = _BYTE_TOKEN.fullmatch(tokenizer.convert_ids_to_tokens(token_id) or "")
     return None if found is None else int(found[1], 16)
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes | None:
+    """Return the bytes of a token that holds part of a character; None: it holds none, or its bytes are not known."""
+    if (byte := byte_of(tokenizer, token_id)) is not None:
+        return bytes([byte])
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    if isinstance(token, bytes):
+        return token
+    if UNDECODED in (token or UNDECODED):  # the character itself
+        return None
+    bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
+    found = [bytes_of.get(character) for character in token]
+    return None if None in found else bytes(byte for byte in found if byte is not None)
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int], *, skips_special: bool) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from fastapi.sse import format_sse_event
 
 from zinfer.requests.client_names import ClientNames
 from zinfer.requests.completion import Completion, CompletionDelta
-from zinfer.requests.openai_choice import Echo, usage
+from zinfer.requests.openai_choice import Echo, TextLogprobs, usage
 from zinfer.requests.tool_parser import AnswerParser, with_calls
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
@@ -105,14 +104,16 @@ class Call:
         The first come with the engine's first answer: until then it may refuse the request.
         """
         tools = None if self.open_parser is None else ToolChunks(self.open_parser)
-        begins, waiting, firsts = defaultdict[int, int](int), dict[int, Echo](), list[dict[str, Any]]()
+        waiting, firsts, logprobs = dict[int, Echo](), list[dict[str, Any]](), dict[int, TextLogprobs]()
         streams: list[AsyncGenerator[tuple[int, Encoded, CompletionDelta], None]] = []
         for first_index, encoded, echo in self._numbered_prompts():
             for index in range(first_index, first_index + encoded.params.n):
                 if self.is_chat:
                     firsts.append(_first_of_chat(index))
-                elif echo is not None:
-                    begins[index] = len(echo.text)
+                    continue
+                begin, skips_special = 0 if echo is None else len(echo.text), encoded.params.skip_special_tokens
+                logprobs[index] = TextLogprobs(self.service.choices, begin=begin, skips_special=skips_special)
+                if echo is not None:
                     if encoded.params.prompt_logprobs is None:
                         firsts.append({**self.service.choices.echo(echo, None), "index": index})
                     else:
@@ -125,16 +126,10 @@ class Call:
                 if (own := waiting.pop(index, None)) is not None:
                     scores = None if encoded.params.logprobs is None else delta.prompt_logprobs
                     yield {**self.service.choices.echo(own, scores), "index": index}, 0
-                if not delta.text and not delta.logprobs and delta.completion is None:
+                chunk = self.service.choices.chunk(delta, logprobs.get(index))
+                if not delta.text and chunk["logprobs"] is None and delta.completion is None:
                     yield None, len(delta.token_ids)
                     continue
-                chunk = self.service.choices.chunk(
-                    delta,
-                    is_chat=self.is_chat,
-                    skips_special=encoded.params.skip_special_tokens,
-                    begin=begins[index],
-                )
-                begins[index] += len(delta.text)
                 chunks = [chunk] if tools is None else tools.split(index, chunk, delta)
                 num_tokens = len(delta.token_ids)
                 for each in chunks:
