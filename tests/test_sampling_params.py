@@ -6,9 +6,11 @@ import pickle
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from zinfer.errors import ConfigError
+from zinfer.requests.prompt_encoder import PromptEncoder
 from zinfer.requests.sampling_params import SamplingParams
 
 _TOKEN_IDS = "a list of token ids, whole numbers of at least 0"
@@ -29,14 +31,14 @@ def test_the_default_is_greedy_and_changes_nothing() -> None:
     [
         ("max_new_tokens", 1, 10**9, 0, 1.5),
         ("temperature", 0, 1e6, -1e-9, math.inf),
-        ("top_k", -1, 10**9, -2, 3.0),
+        ("top_k", -1, 10**9, -2, 3.5),
         ("top_p", 1e-300, 1, 0.0, 1.0000001),
         ("min_p", 0, 1, -0.1, 1.1),
         ("repetition_penalty", 1e-3, 1e3, 1e-38, 1001),
         ("repetition_penalty", 1e-3, 1e3, 0, 10**400),
         ("presence_penalty", -2, 2, -2.01, 2.01),
         ("frequency_penalty", -2, 2, -2.01, 2.01),
-        ("logprobs", 0, 10**6, -1, 0.0),
+        ("logprobs", 0, 10**6, -1, 0.5),
         ("seed", -(2**63), 2**64 - 1, -(2**63) - 1, 2**64),
     ],
 )
@@ -189,3 +191,22 @@ def test_token_ids_are_held_against_the_vocabulary() -> None:
         params.check_vocabulary(12)
     with pytest.raises(ConfigError, match=r"^stop_token_ids must be made of token ids below 9, .*, not 9$"):
         params.check_vocabulary(9)
+
+
+def test_whole_numbers_of_other_types_are_whole_numbers() -> None:
+    """numpy's, and those that JSON's writers make of columns of floats."""
+    found = SamplingParams(
+        max_tokens=8.0,
+        top_k=np.int64(5),
+        stop_token_ids=[np.int32(3)],
+        logit_bias={np.int64(4): 1.0},
+        seed=np.uint64(3),
+    )
+    assert found == SamplingParams(max_new_tokens=8, top_k=5, stop_token_ids=(3,), logit_bias={4: 1.0}, seed=3)
+    assert type(found.max_new_tokens) is type(found.top_k) is int
+    encoder = PromptEncoder(None, 100)
+    for ids in ([np.int64(5), 6], np.array([5, 6]), (5, np.int32(6))):
+        assert encoder.encode({"prompt_token_ids": ids}, found)[0] == [5, 6]
+    for wrong in ([5, 6.0], [True], np.array([5.5])):
+        with pytest.raises(ConfigError, match="token ids are whole numbers from 0 to 99"):
+            encoder.encode({"prompt_token_ids": wrong}, found)

@@ -22,7 +22,7 @@ from zinfer.requests.bad_words import find_bad_word_ids
 from zinfer.requests.chat_templates import ChatTemplates
 from zinfer.requests.field_errors import short
 from zinfer.requests.length_limits import NO_LIMITS, LengthLimits, Limit
-from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.sampling_params import SamplingParams, as_whole
 from zinfer.requests.text_beginning import check_beginning
 from zinfer.requests.tools import with_objects
 
@@ -183,9 +183,13 @@ class PromptEncoder:
             if set(prompt) != {"prompt_token_ids"}:
                 raise ConfigError(f"a prompt has the keys {sorted(prompt)}; it takes 'prompt_token_ids' alone")
             token_ids = prompt["prompt_token_ids"]
+            if not isinstance(token_ids, Sequence) and hasattr(token_ids, "tolist"):  # numpy's and torch's
+                token_ids = token_ids.tolist()
             if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
                 raise ConfigError(f"prompt_token_ids is a list of whole numbers, not a {type(token_ids).__name__}")
-            return list(token_ids)
+            if set(map(type, token_ids)) <= {int}:
+                return list(token_ids)
+            return [cast(int, each if isinstance(each, float) else as_whole(each)) for each in token_ids]
         if not isinstance(prompt, Sequence):
             raise ConfigError(f"a prompt is text, the messages of a chat or token ids, not a {type(prompt).__name__}")
         if self.tokenizer is None:

@@ -7,8 +7,8 @@ it is greedy, so that a prompt means the same for every model.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, replace
 from functools import cached_property, wraps
-from operator import attrgetter
-from typing import Annotated, Any, Final
+from operator import attrgetter, index
+from typing import Annotated, Any, Final, SupportsIndex
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
@@ -42,7 +42,16 @@ def _as_texts(value: object) -> object:
     return (value,) if isinstance(value, str) else as_tuple(value)
 
 
-_Natural = Annotated[int, Field(ge=0)]
+def as_whole(value: object) -> object:
+    """Convert a whole number of another type, such as numpy's or 8.0, to int, for strict fields."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex | float):
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    return index(value)
+
+
+_Natural = Annotated[int, Field(ge=0), BeforeValidator(as_whole)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
 _Switch = Annotated[bool, Field(description="true or false")]
 _Choice = Annotated[bool | None, Field(description="true or false")]
@@ -82,12 +91,18 @@ class SamplingParams:
     the completion states; a job derives it from the row's id, so that a resumed job writes the same rows.
     """
 
-    max_new_tokens: Annotated[int | None, Field(ge=0, description="a whole number of at least 1")] = None
-    min_new_tokens: Annotated[int, Field(ge=0, description="a whole number of at least 0")] = 0
+    max_new_tokens: Annotated[
+        int | None, Field(ge=0, description="a whole number of at least 1"), BeforeValidator(as_whole)
+    ] = None
+    min_new_tokens: Annotated[
+        int, Field(ge=0, description="a whole number of at least 0"), BeforeValidator(as_whole)
+    ] = 0
     temperature: Annotated[
         float, Field(ge=0, allow_inf_nan=False, description="a finite number of at least 0 (0: greedy)")
     ] = 0.0
-    top_k: Annotated[int, Field(ge=-1, description="a whole number of at least -1 (0 and -1: off)")] = 0
+    top_k: Annotated[
+        int, Field(ge=-1, description="a whole number of at least -1 (0 and -1: off)"), BeforeValidator(as_whole)
+    ] = 0
     top_p: Annotated[float, Field(gt=0, le=1, description="a number above 0, up to 1 (1: off)")] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")] = 0.0
     repetition_penalty: Annotated[
@@ -113,12 +128,22 @@ class SamplingParams:
     ignore_eos: _Switch = False
     include_stop_str_in_output: _Switch = False
     skip_special_tokens: _Switch = True
-    n: Annotated[int, Field(ge=1, le=MAX_N, description=f"a whole number from 1 to {MAX_N}")] = 1
-    logprobs: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = None
-    prompt_logprobs: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = None
-    prompt_logprobs_start: Annotated[int, Field(ge=1, description="a whole number of at least 1")] = 1
+    n: Annotated[
+        int, Field(ge=1, le=MAX_N, description=f"a whole number from 1 to {MAX_N}"), BeforeValidator(as_whole)
+    ] = 1
+    logprobs: Annotated[
+        int | None, Field(ge=0, description="a whole number of at least 0"), BeforeValidator(as_whole)
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, Field(ge=0, description="a whole number of at least 0"), BeforeValidator(as_whole)
+    ] = None
+    prompt_logprobs_start: Annotated[
+        int, Field(ge=1, description="a whole number of at least 1"), BeforeValidator(as_whole)
+    ] = 1
     seed: Annotated[
-        int | None, Field(ge=LEAST_SEED, le=MAX_SEED, description="a whole number from -2**63 to 2**64 - 1")
+        int | None,
+        Field(ge=LEAST_SEED, le=MAX_SEED, description="a whole number from -2**63 to 2**64 - 1"),
+        BeforeValidator(as_whole),
     ] = None
     add_special_tokens: _Choice = None
     add_generation_prompt: _Choice = None
