@@ -34,7 +34,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="needs zinfer[browser]")
+    api = pytest.importorskip("playwright.sync_api", reason="needs the extra browser: pip install '.[browser]'")
     if CHROMIUM is None:
         pytest.skip("there is no chromium here")
     with api.sync_playwright() as playwright:
