@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 from typer.testing import CliRunner, Result
 
@@ -230,6 +231,59 @@ def test_a_failing_engine_shows_its_traceback(
     assert "Traceback" in result.stderr
     assert 'raise RuntimeError("boom")' in result.stderr
     assert "zinfer: error: rows 'row-0' to 'row-5': RuntimeError: boom" in result.stderr
+
+
+NEEDED = {
+    "run": ["--input", "in.jsonl", "--output", "out.jsonl"],
+    "quantize": ["--output", "store"],
+    "replica": ["--socket", "socket"],
+}
+"""Options that commands need along with --model."""
+NO_MODELS = {
+    "": "the model's name is empty",
+    "./nothere": "'./nothere': no such folder: pass the folder that holds config.json",
+    "org/absent": "'org/absent': no such folder, ",
+    "hub.gguf": "zinfer reads no GGUF",
+    "org/absent-GGUF": "zinfer reads no GGUF",
+    "https://huggingface.co/org/absent": "'org/absent': no such folder, ",
+    "https://example.org/absent": "an address, and zinfer downloads nothing",
+}
+TAKING_MODELS = [
+    name
+    for name, command in typer.main.get_group(app).commands.items()
+    if any("--model" in parameter.opts for parameter in command.params)
+]
+
+
+@pytest.mark.parametrize("command", TAKING_MODELS)
+def test_every_command_refuses_a_name_that_is_no_model(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for model, words in NO_MODELS.items():
+        result = CliRunner().invoke(app, [command, "--model", model, *NEEDED.get(command, [])])
+        assert list(tmp_path.iterdir()) == []
+        assert result.exit_code == 2, (model, result.output)
+        assert words in result.stderr
+        assert result.stderr.startswith("zinfer: error: ")
+
+
+def test_a_published_name_gets_its_name_on_the_hub() -> None:
+    result = CliRunner().invoke(app, ["serve", "--model", "llama-3.1-70b"])
+    assert result.exit_code == 2
+    assert "run `hf download meta-llama/Llama-3.1-70B`, then give --model meta-llama/Llama-3.1-70B" in result.stderr
+
+
+def test_a_name_that_is_no_model_is_refused_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from zinfer.cli import app\n"
+        f"for command in {TAKING_MODELS}:\n"
+        f"    result = CliRunner().invoke(app, [command, '--model', './nothere', *{NEEDED}.get(command, [])])\n"
+        "    print(command, result.exit_code, [name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout == "".join(f"{command} 2 []\n" for command in TAKING_MODELS)
+    assert {"run", "serve", "chat", "quantize", "warmup", "bench", "plan", "replica"} <= {*TAKING_MODELS}
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

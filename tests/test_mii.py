@@ -242,7 +242,7 @@ def test_an_interrupted_start_leaves_no_server(folder: Path, tmp_path: Path, mon
 
 
 def test_a_deployment_that_does_not_start_says_why(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"the deployment 'nowhere' did not start: .*is not a folder"):
+    with pytest.raises(RuntimeError, match=r"the deployment 'nowhere' did not start: .*no such folder"):
         mii.serve(str(tmp_path / "nowhere"), device="cpu")
 
 

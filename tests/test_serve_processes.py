@@ -265,7 +265,8 @@ def test_two_ranks_share_a_replica_behind_tls(model: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model", "nowhere"], "--model nowhere is not a folder"),
+        (["--model", "./nowhere"], "'./nowhere': no such folder"),
+        (["--draft-model", "./nowhere"], "--draft-model: './nowhere': no such folder"),
         (["--ssl-keyfile", "key.pem"], "--ssl-certfile and --ssl-keyfile go together"),
         (["--config", "bad.json"], "unknown"),
         (["--host", "192.0.2.1"], "192.0.2.1"),

@@ -178,7 +178,7 @@ def _cached(name: str) -> Path:
     no_folder = f"{name!r}: no such folder"
     if Path(name).is_absolute() or name.startswith((".", "~")):
         raise CheckpointError(f"{no_folder}: pass the folder that holds {CONFIG_NAME}, or a hub name such as org/name")
-    if name.lower().endswith("-gguf"):
+    if name.lower().endswith(("-gguf", _GGUF)):
         raise CheckpointError(f"{no_folder}, and {name.rpartition('/')[2]} is in GGUF by its name: {_NO_GGUF}")
     if not HUB_NAME.fullmatch(name) or "--" in name or ".." in name:
         raise CheckpointError(f"{no_folder}, and not a hub name such as org/name either: check the spelling")

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from zinfer.cli.ending import exit_on_error, importing, raise_on_signals
 from zinfer.cli.options import Config, DeviceOption, KVCache, Weights
+from zinfer.cli.plan_machine import find_model
 from zinfer.errors import ConfigError
 
 
@@ -64,6 +65,7 @@ def bench(
             print(known_listing())
         return
     with exit_on_error(), raise_on_signals(makes_passes=True):
+        find_model(model)
         cap_bytes = None if memory_cap is None else _cap_bytes(memory_cap)
         with importing():
             from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch

@@ -14,19 +14,21 @@ from zinfer.cli.options import (
     MaxDeviceMemory,
     MaxNewTokens,
     MinP,
+    OptionalModel,
     Seed,
     System,
     Temperature,
     TopK,
     TopP,
     Weights,
+    model_folder,
     option_words,
 )
 from zinfer.errors import ConfigError
 
 
 def chat(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder, tokenizer included.")] = None,
+    model: OptionalModel = None,
     url: Annotated[str | None, typer.Option(help="A server with OpenAI's interface instead.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="ZINFER_API_KEY", help="Key that the server wants.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Model of the server; by default its first.")] = None,
@@ -63,6 +65,8 @@ def chat(
             )
         if model is not None and served_model_name is not None:
             raise ConfigError("--served-model-name is for --url; --model has one model")
+        if model is not None:
+            model_folder(model)
         _check_extra(needs_server=model is not None)
         with importing():
             from zinfer.chat.chat import talk
@@ -73,7 +77,7 @@ def chat(
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         sampling |= {"min_p": min_p, "seed": seed}
         options = {name: value for name, value in sampling.items() if value is not None}
-        words = ["--model", str(model), *option_words(**own)]
+        words = ["--model", model or "", *option_words(**own)]
         connection = local_client(words, options) if url is None else ChatClient(url, api_key, options)
         talking = talk(Terminal(), connection, model=served_model_name, system=system, signals=ending_signals())
         if (number := asyncio.run(talking)) is not None:

@@ -5,12 +5,27 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
+from zinfer.checkpoint.folder import hub_name, resolve_folder
 from zinfer.cli.ending import Device
+from zinfer.errors import CheckpointError
 from zinfer.jobs.request import WEIGHTS
+from zinfer.model.known_models import find_known_model
 
 MODEL_PANEL: Final = "Model and machine"
 SAMPLING_PANEL: Final = "Sampling"
 
+_MODEL: Final = typer.Option(
+    metavar="<model>", help="Folder of the model and its tokenizer, or a hub name in the Hugging Face cache."
+)
+Model = Annotated[str, _MODEL]
+"""Not a `Path`, which drops the "./" that makes a name a folder, and makes "." of an empty one."""
+OptionalModel = Annotated[str | None, _MODEL]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="<model>", help="Small model of the same vocabulary that guesses next tokens; as for --model."
+    ),
+]
 Config = Annotated[
     Path | None, typer.Option(help="DeepSpeed-style JSON with further settings.", rich_help_panel=MODEL_PANEL)
 ]
@@ -59,6 +74,24 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(help=r"Text that ends an answer; repeatable. \n is a line break.", rich_help_panel=SAMPLING_PANEL),
 ]
+
+
+def model_folder(model: str) -> Path:
+    """Return the folder of the model that --model names. Imports no torch, so that refusals come at once.
+
+    Raises:
+        CheckpointError: there is no model of that name on this machine.
+    """
+    try:
+        return resolve_folder(model)
+    except CheckpointError as error:
+        known = find_known_model(model)
+        if known is None or known.hub == hub_name(model):
+            raise
+        raise CheckpointError(
+            f"{model!r}: no such folder; the published model of this name is {known.hub}, and zinfer does not "
+            f"download: run `hf download {known.hub}`, then give --model {known.hub}"
+        ) from error
 
 
 def stated_keys(

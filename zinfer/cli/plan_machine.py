@@ -98,7 +98,7 @@ def find_model(model: str) -> "KnownModel | None":
             resolve_folder(model)
     except CheckpointError as error:
         name = hub_name(model)
-        if Path(name).exists() or not HUB_NAME.fullmatch(name) or name.lower().endswith("-gguf"):
+        if Path(name).exists() or not HUB_NAME.fullmatch(name) or name.lower().endswith(("-gguf", ".gguf")):
             raise
         near = "".join(f"; or plan for the published model: --model {each}" for each in near_names(name)[:1])
         if "/" not in name:

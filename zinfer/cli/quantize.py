@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals, say
+from zinfer.cli.options import Model, model_folder
 from zinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder: fp16, bf16, fp32, GPTQ, AWQ or compressed-tensors.")],
+    model: Model,
     output: Annotated[Path, typer.Option(help="A new or empty folder, or an unfinished store.")],
     bits: Annotated[int | None, typer.Option(help="4 or 8; default 8.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Columns that share a scale; default: a whole row.")] = None,
@@ -43,6 +44,8 @@ def quantize(
 ) -> None:
     """Write a store: a checkpoint of quantized weights that streams from disk without conversion.
 
+    The model's own weights are fp16, bf16, fp32, GPTQ, AWQ or compressed-tensors.
+
     Run the command again to resume after an interruption. Exit codes: 0 finished, 2 unusable input, 1 disk error, 130
     Ctrl-C, 143 SIGTERM.
     """
@@ -56,18 +59,19 @@ def quantize(
         "search": search,
     }
     with exit_on_error(lambda: f"The finished blocks in {output} are kept"), raise_on_signals():
+        folder = model_folder(model)
         with importing():
             from zinfer.store.progress import summary_table
             from zinfer.store.writing import write_store
 
         stated = {key: value for key, value in section.items() if value is not None}
         settings = _settings(config, stated, device)
-        _check_paths(model, calibrate, report, prompts, settings)
-        calibration = _calibration(model, calibrate, settings) if calibrate else None
-        summary = write_store(model, output, settings, calibration=calibration, console=Console(stderr=True))
+        _check_paths(folder, calibrate, report, prompts, settings)
+        calibration = _calibration(folder, calibrate, settings) if calibrate else None
+        summary = write_store(folder, output, settings, calibration=calibration, console=Console(stderr=True))
         Console().print(summary_table(summary))
         if report is not None:
-            _write_report(model, output, report, prompts, settings)
+            _write_report(folder, output, report, prompts, settings)
 
 
 def _calibration(model: Path, prompts: Path, settings: "Settings") -> "Calibration":

@@ -23,12 +23,14 @@ from zinfer.cli.options import (
     MaxDeviceMemory,
     MaxNewTokens,
     MinP,
+    Model,
     Seed,
     Stop,
     Temperature,
     TopK,
     TopP,
     Weights,
+    model_folder,
     stated_keys,
 )
 from zinfer.cli.rank_endings import LAUNCHER
@@ -45,7 +47,7 @@ _ESCAPE, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"
 
 
 def run(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder, tokenizer included.")],
+    model: Model,
     input: Annotated[
         Path, typer.Option(help="JSONL, a JSON array, CSV, TSV or Parquet, also .gz or .zst; - is stdin.")
     ],
@@ -181,16 +183,18 @@ def run(
     }
     if dry_run:
         with exit_on_error():
+            folder = model_folder(model)
             with importing():
                 from zinfer.jobs.row_form import RowForm
 
             form = RowForm.of(max_new_tokens, sampling, names, **columns)
-            _show_plan(model, config, {"device": device, **keys}, input, form, input_format=input_format, limit=limit)
+            _show_plan(folder, config, {"device": device, **keys}, input, form, input_format=input_format, limit=limit)
         return
     if output is None:
         raise typer.BadParameter("give the file for the rows, or - for stdout", param_hint="--output")
     to_stdout = output == STANDARD_STREAM
     with exit_on_error(None if to_stdout else lambda: _kept(output)), raise_on_signals(makes_passes=True):
+        model_folder(model)
         with importing():
             from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch
 
@@ -209,7 +213,7 @@ def run(
         is_shown = own_rank() == 0
         starting_s = time.time() - psutil.Process().create_time()
         summary = run_job(
-            str(model),
+            model,
             input,
             output,
             config=config,

@@ -8,18 +8,22 @@ from typing import Annotated, Literal
 
 import typer
 
+from zinfer.checkpoint.folder import absolute, hub_name, resolve_folder
 from zinfer.cli.ending import EXIT_STOPPED, Device, conclude, exit_on_error, importing, raise_on_signals, say
 from zinfer.cli.options import (
     Config,
     DeviceOption,
+    DraftModel,
     GenerationConfig,
     KVCache,
     MaxDeviceMemory,
+    Model,
     Weights,
+    model_folder,
     option_words,
     stated_keys,
 )
-from zinfer.errors import ConfigError, SilentRankError
+from zinfer.errors import CheckpointError, ConfigError, SilentRankError
 from zinfer.jobs.request import Pooling
 
 _MIB = 1 << 20
@@ -34,7 +38,7 @@ class ServedTask(StrEnum):
 
 
 def serve(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder, tokenizer included.")],
+    model: Model,
     config: Config = None,
     device: DeviceOption = "auto",
     weights: Weights = None,
@@ -75,9 +79,7 @@ def serve(
         Literal["auto", "ngram", "off"] | None,
         typer.Option(help="Guess next tokens from a request's own text; auto: where that costs no time."),
     ] = None,
-    draft_model: Annotated[
-        Path | None, typer.Option(help="Folder of a small model of the same vocabulary that guesses next tokens.")
-    ] = None,
+    draft_model: DraftModel = None,
     generation_config: GenerationConfig = None,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests may take after SIGTERM.")] = 60,
     arrive: Annotated[
@@ -95,18 +97,16 @@ def serve(
     """
     with exit_on_error(), importing():
         _check_extra()
+        folder = model_folder(model)
+        _check_draft(draft_model)
         from zinfer.config import resolve_settings
         from zinfer.requests.prompt_encoder import find_tokenizer
         from zinfer.serve.server import ServerOptions
         from zinfer.serve.server import serve as run_server
         from zinfer.serve.service import ServiceLimits
     with exit_on_error(), raise_on_signals():
-        if not model.is_dir():
-            raise ConfigError(f"--model {model} is not a folder")
         if (ssl_certfile is None) != (ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both")
-        if draft_model is not None and not draft_model.is_dir():
-            raise ConfigError(f"--draft-model {draft_model} is not a folder")
         stated = _stated(max_token_latency, speculate, draft_model)
         if task is ServedTask.EMBED:
             given = {"ranks": ranks, "files": files, "generation_config": generation_config, **stated}
@@ -118,7 +118,7 @@ def serve(
         resolve_settings(config, {"device": device, **stated, **keys}, swaps=True)
         if log_requests:
             _log_requests()
-        words = [sys.executable, "-m", "zinfer", "replica", "--model", str(model), "--device", device]
+        words = [sys.executable, "-m", "zinfer", "replica", "--model", str(folder), "--device", device]
         words += ["--task", task, "--pooling", pooling]
         words += [] if config is None else ["--config", str(config)]
         if ranks is None and replicas > 1:  # each would take all GPUs
@@ -130,7 +130,7 @@ def serve(
         if not all(map(str.strip, api_key or ())):
             raise ConfigError("--api-key is empty, and would let everybody in; give a key, or leave it out")
         options = ServerOptions(
-            served_model_name or [model.resolve().name],
+            served_model_name or [_name(model)],
             host,
             port,
             uds,
@@ -147,11 +147,11 @@ def serve(
             file_quota << 30,
         )
         limits = ServiceLimits(max_requests, is_shared=len(api_key or ()) > 1)
-        run_server([words] * replicas, find_tokenizer(model), options, limits, say)
+        run_server([words] * replicas, find_tokenizer(folder), options, limits, say)
 
 
 def replica(
-    model: Annotated[Path, typer.Option()],
+    model: Model,
     socket: Annotated[Path, typer.Option()],
     config: Annotated[Path | None, typer.Option()] = None,
     device: Annotated[Device, typer.Option()] = "auto",
@@ -161,13 +161,14 @@ def replica(
     max_token_latency: Annotated[str | None, typer.Option()] = None,
     speculate: Annotated[str | None, typer.Option()] = None,
     generation_config: GenerationConfig = None,
-    draft_model: Annotated[Path | None, typer.Option()] = None,
+    draft_model: DraftModel = None,
     weights: Weights = None,
     kv_cache: KVCache = None,
     max_device_memory: MaxDeviceMemory = None,
 ) -> None:
     """Compute for the server that listens on this socket."""
     with exit_on_error(lambda: "Finished requests were answered"), raise_on_signals():
+        model_folder(model)
         with importing():
             from zinfer.cli.launch import begin_rank, choose_num_ranks, launch
 
@@ -181,7 +182,7 @@ def replica(
             with importing():
                 from zinfer.serve.engine_process import embed
 
-            embed(str(socket), str(model), config, keys, pooling)
+            embed(str(socket), model, config, keys, pooling)
             return
         num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
         if num_ranks > 1:
@@ -192,13 +193,27 @@ def replica(
         def end(failure: SilentRankError) -> None:
             conclude(f"error: {failure}", EXIT_STOPPED, silent_rank=failure.rank)
 
-        compute(str(socket), str(model), config, {**keys, **stated}, end)
+        compute(str(socket), model, config, {**keys, **stated}, end)
 
 
-def _stated(max_token_latency: str | None, speculate: str | None, draft_model: Path | None) -> dict[str, str]:
+def _stated(max_token_latency: str | None, speculate: str | None, draft_model: str | None) -> dict[str, str]:
     """Return the keys that are options too."""
     options = {"max_token_latency": max_token_latency, "speculate": speculate, "draft_model": draft_model}
-    return {key: str(value) for key, value in options.items() if value is not None}
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _check_draft(model: str | None) -> None:
+    try:
+        if model is not None:
+            resolve_folder(model)
+    except CheckpointError as error:
+        raise CheckpointError(f"--draft-model: {error}") from error
+
+
+def _name(model: str) -> str:
+    """Return the name that requests use by default: the folder's, or the one on the hub."""
+    name = hub_name(model)
+    return absolute(name).resolve().name if absolute(name).is_dir() else name
 
 
 def _check_extra() -> None:

@@ -6,11 +6,12 @@ from typing import Annotated
 import typer
 
 from zinfer.cli.ending import exit_on_error, importing, raise_on_signals, say
+from zinfer.cli.options import Model, model_folder
 from zinfer.errors import ConfigError
 
 
 def warmup(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder.")],
+    model: Model,
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON of the jobs to come.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="The jobs will run with --fast: an INT8 KV cache too.")] = False,
 ) -> None:
@@ -21,6 +22,7 @@ def warmup(
     143 SIGTERM.
     """
     with exit_on_error(), raise_on_signals():
+        model_folder(model)
         with importing():
             from zinfer.config import resolve_settings
             from zinfer.jobs.warmup import warm_up
