@@ -140,6 +140,39 @@ def test_an_unusable_config_exits_2(
     assert not output.exists()
 
 
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        ({"dtype": "fp32"}, ["--weights", "fp16"], ['dtype = "fp16" (--weights)', 'dtype = "fp32" ({})']),
+        ({"zinfer": {"quantization": {"bits": 4}}}, ["--weights", "int8"], ["(--weights)", "bits = 4 ({})"]),
+        ({"zinfer": {"kv_cache_dtype": "int8"}}, ["--kv-cache", "fp8"], ['"fp8" (--kv-cache)', '"int8" ({})']),
+        (
+            {"zinfer": {"max_device_memory": "1GB"}},
+            ["--max-device-memory", "2GB"],
+            ['"2GB" (--max-device-memory)', '"1GB" ({})'],
+        ),
+        ({"zinfer": {"device": "cuda"}}, [], ['"cpu" (--device)', '"cuda" ({})']),
+        ({"zinfer": {"optimize": "accuracy"}}, ["--fast"], ["(--fast)", '"accuracy" ({})']),
+    ],
+)
+def test_an_option_that_the_config_contradicts_is_named(
+    tmp_path: Path, prompts: Path, output: Path, config: dict[str, Any], options: list[str], words: list[str]
+) -> None:
+    """Before the model is read: there is none."""
+    (tmp_path / "model").mkdir()
+    path = config_file(tmp_path, config)
+    commands = [zinfer_run(tmp_path / "model", prompts, output, "--config", path, *options)]
+    if "--fast" not in options:
+        served = ["serve", "--model", str(tmp_path / "model"), "--device", "cpu", "--config", path, *options]
+        commands.append(CliRunner().invoke(app, served))
+    for result in commands:
+        assert result.exit_code == 2, result.output
+        said = " ".join(result.stderr.split())
+        for each in words:
+            assert each.format(path) in said
+        assert "keyword arguments" not in said
+
+
 def test_unusable_files_exit_2(model: Path, prompts: Path, output: Path, tmp_path: Path) -> None:
     twice = write_rows(tmp_path / "twice.jsonl", [{"id": "a", "prompt": "p"}, {"id": "a", "prompt": "p"}])
     output.write_text("a stranger's\n")

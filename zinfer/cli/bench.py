@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from zinfer.cli.ending import exit_on_error, importing, raise_on_signals
-from zinfer.cli.options import Config, DeviceOption, KVCache, Weights
+from zinfer.cli.options import STATED_BY, Config, DeviceOption, KVCache, Weights
 from zinfer.cli.plan_machine import find_model
 from zinfer.errors import ConfigError
 
@@ -90,7 +90,7 @@ def bench(
             experts=experts,
             compare=chosen_rivals(compare),
         )
-        parallel = resolve_settings(config, request.keys()).parallel
+        parallel = resolve_settings(config, request.keys(), options=STATED_BY).parallel
         num_ranks = choose_num_ranks(ranks, device, parallel, rows)
         if num_ranks > 1:
             check_mesh(parallel, num_ranks)

@@ -76,6 +76,22 @@ Stop = Annotated[
 ]
 
 
+STATED_BY: Final = {
+    "device": "--device",
+    "dtype": "--weights",
+    "quantization": "--weights",
+    "kv_cache_dtype": "--kv-cache",
+    "max_device_memory": "--max-device-memory",
+    "generation_config": "--generation-config",
+    "max_token_latency": "--max-token-latency",
+    "speculate": "--speculate",
+    "draft_model": "--draft-model",
+    "parallel": "--parallel",
+    "optimize": "--fast",
+}
+"""The options that state keys of the configuration, for messages."""
+
+
 def model_folder(model: str) -> Path:
     """Return the folder of the model that --model names. Imports no torch, so that refusals come at once.
 

@@ -126,6 +126,7 @@ def open_case(
     known = find_model(model)
     with importing():
         from zinfer.checkpoint.folder import find_folder, holds_config_alone
+        from zinfer.cli.options import STATED_BY
         from zinfer.cli.plan_ranks import parse_parallel
         from zinfer.config import resolve_settings
         from zinfer.jobs.request import WEIGHTS
@@ -134,7 +135,7 @@ def open_case(
         from zinfer.planning.presets import find_preset, probed_machine, this_machine
 
     keys = {"parallel": parse_parallel(parallel), **(WEIGHTS[weights] if weights is not None else {})}
-    settings = resolve_settings(config, keys)
+    settings = resolve_settings(config, keys, options=STATED_BY)
     is_stated = settings.quantization is not None or weights is not None
     if known is not None and known.quantization is not None and not is_stated:
         settings = resolve_settings(config, {**keys, "quantization": known.quantization})

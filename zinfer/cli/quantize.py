@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals, say
-from zinfer.cli.options import Model, model_folder
+from zinfer.cli.options import STATED_BY, Model, model_folder
 from zinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,4 +123,4 @@ def _settings(config: Path | None, stated: dict[str, object], device: Device) ->
     if stated:
         options = ", ".join("--asymmetric" if key == "symmetric" else f"--{key.replace('_', '-')}" for key in stated)
         raise ConfigError(f"--config and {options} both set the quantization; remove one of the two")
-    return resolve_settings(config, {"device": device})
+    return resolve_settings(config, {"device": device}, options=STATED_BY)

@@ -16,6 +16,7 @@ from rich.console import Console
 from zinfer.cli.ending import exit_on_error, importing, raise_on_signals
 from zinfer.cli.options import (
     MODEL_PANEL,
+    STATED_BY,
     Config,
     DeviceOption,
     GenerationConfig,
@@ -201,7 +202,8 @@ def run(
             begin_rank(ranks)
             from zinfer.config import resolve_settings
 
-        settings = resolve_settings(config, {"device": device, **keys}, swaps=task is Task.GENERATE)
+        stated = {"device": device, **({"optimize": "speed"} if fast else {}), **keys}
+        settings = resolve_settings(config, stated, swaps=task is Task.GENERATE, options=STATED_BY)
         num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
         if num_ranks > 1:
             check_mesh(settings.parallel, num_ranks)
@@ -260,7 +262,7 @@ def _show_plan(
         from zinfer.planning.tables import job_table
         from zinfer.requests.prompt_encoder import find_tokenizer
 
-    settings = resolve_settings(config, keys, swaps=True)
+    settings = resolve_settings(config, keys, swaps=True, options=STATED_BY)
     form.check()
     outline = read_outline(model, settings.dtype, settings.quantization)
     check_settings(outline, settings)

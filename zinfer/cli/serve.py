@@ -11,6 +11,7 @@ import typer
 from zinfer.checkpoint.folder import absolute, hub_name, resolve_folder
 from zinfer.cli.ending import EXIT_STOPPED, Device, conclude, exit_on_error, importing, raise_on_signals, say
 from zinfer.cli.options import (
+    STATED_BY,
     Config,
     DeviceOption,
     DraftModel,
@@ -115,7 +116,7 @@ def serve(
         elif pooling is not Pooling.AUTO:
             raise ConfigError(f"--pooling {pooling} is for --task embed; leave it out, or add --task embed")
         keys = stated_keys(weights, kv_cache, max_device_memory, generation_config)
-        resolve_settings(config, {"device": device, **stated, **keys}, swaps=True)
+        resolve_settings(config, {"device": device, **stated, **keys}, swaps=True, options=STATED_BY)
         if log_requests:
             _log_requests()
         words = [sys.executable, "-m", "zinfer", "replica", "--model", str(folder), "--device", device]
@@ -177,7 +178,7 @@ def replica(
 
         stated = _stated(max_token_latency, speculate, draft_model)
         keys = {"device": device, **stated_keys(weights, kv_cache, max_device_memory, generation_config)}
-        settings = resolve_settings(config, {**keys, **stated}, swaps=True)
+        settings = resolve_settings(config, {**keys, **stated}, swaps=True, options=STATED_BY)
         if task is ServedTask.EMBED:
             with importing():
                 from zinfer.serve.engine_process import embed

@@ -38,6 +38,7 @@ def resolve_settings(
     is_module: bool = False,
     swaps: bool = False,
     is_job: bool = False,
+    options: Mapping[str, str] | None = None,
 ) -> Settings:
     """Resolve the arguments of `init_inference(model, config, **kwargs)`. Does not change the mappings.
 
@@ -52,6 +53,8 @@ def resolve_settings(
         is_module: the model is a module, whose weights are in memory unless a checkpoint is given.
         swaps: an `LLM` runs the model, which may swap preempted sequences to `nvme_path`.
         is_job: the sizes are planned for a job's rows.
+        options: the command's options that state keys of kwargs, by key, such as {"kv_cache_dtype": "--kv-cache"}.
+            Messages name them instead of "keyword arguments".
 
     Raises:
         ConfigError: an unreadable file, an unknown key, an invalid value, a feature that is not available yet, or
@@ -61,9 +64,10 @@ def resolve_settings(
         assert not kwargs, "settings are resolved already"
         return config
     in_file = isinstance(config, str | os.PathLike)
+    stated, names = read(kwargs or {}, "keyword arguments", is_kwargs=True), options or {}
     everything = merge(
         read(config_keys(config), f"{config}" if in_file else "config", in_file=in_file),
-        read(kwargs or {}, "keyword arguments", is_kwargs=True),
+        {path: replace(item, label=names.get(item.written.split(".")[0], item.label)) for path, item in stated.items()},
     )
     given = {path: item for path, item in everything.items() if not item.reason}
     _check_together(given)
