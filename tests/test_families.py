@@ -228,7 +228,9 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.exit_code == 0
         assert all(family.name in result.stdout for family in FAMILIES)
     monkeypatch.delenv("COLUMNS", raising=False)
-    piped = CliRunner().invoke(app, ["families"])
+    piped = CliRunner().invoke(app, ["families"], env={"COLUMNS": "80"})
+    assert max(map(len, piped.stdout.splitlines())) <= 80
+    assert "Qwen 2, 2.5, QwQ" in piped.stdout
     assert all(name in piped.stdout for family in FAMILIES for name in family.classes)
 
 

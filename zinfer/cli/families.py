@@ -10,8 +10,13 @@ from zinfer.cli.ending import exit_on_error, importing
 if TYPE_CHECKING:
     from rich.table import Table
 
+_FORMATS = (
+    "weights: fp32, fp16, bf16; GPTQ, AWQ, and compressed-tensors in INT4, INT8 or FP8 (not in blocks). All families "
+    "can be divided among GPUs; --markdown lists more"
+)
 _COLUMNS = (
     "family",
+    "models",
     "classes",
     "streams",
     "continuous batching",
@@ -41,18 +46,15 @@ def families_table() -> "Table":
 
     from zinfer.model.families import FAMILIES
 
-    table = Table(title="families of models that are tested; all stream", title_justify="left", show_lines=True)
-    table.add_column("family")
+    table = Table(
+        title="families of models that are tested; all stream", title_justify="left", caption=_FORMATS, show_lines=True
+    )
+    table.add_column("family: models")
     table.add_column("classes", no_wrap=True)
-    table.add_column("what else they can use")
+    table.add_column("continuous\nbatching")
     for family in FAMILIES:
-        parts = {
-            "continuous batching": family.is_batched,
-            "tensor parallel": family.is_tensor_parallel,
-            "expert parallel": family.is_expert_parallel,
-        }
-        uses = [*(part for part, is_used in parts.items() if is_used), *family.fused]
-        table.add_row(family.name, "\n".join(family.classes), "; ".join(uses))
+        models = "" if family.models == family.name else f": {family.models}"
+        table.add_row(family.name + models, "\n".join(family.classes), "yes" if family.is_batched else "")
     return table
 
 
@@ -64,5 +66,6 @@ def families_markdown() -> str:
     for family in FAMILIES:
         can = (family.is_batched, family.is_tensor_parallel, family.is_expert_parallel)
         batched, *parallel = ("yes" if each else "" for each in can)
-        rows.append((family.name, ", ".join(family.classes), "yes", batched, "; ".join(family.fused), *parallel))
+        classes, fused = ", ".join(family.classes), "; ".join(family.fused)
+        rows.append((family.name, family.models, classes, "yes", batched, fused, *parallel))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

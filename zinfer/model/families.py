@@ -14,6 +14,24 @@ _EXPERTS: Final = ("gated experts, silu", _GROUPED)
 _ACTIVATION: Final = "activation, gelu_tanh"
 
 
+_MODELS: Final = {
+    "cohere": "Command R, Aya 23",
+    "gemma": "Gemma 1",
+    "glm4": "GLM-4-0414",
+    "gpt_neox": "GPT-NeoX-20B, Pythia",
+    "granite": "Granite 3",
+    "llama": "Llama 1 to 3.3",
+    "mistral": "Mistral 7B, Nemo",
+    "mixtral": "Mixtral 8x7B, 8x22B",
+    "phi": "Phi-1 to Phi-2",
+    "phi3": "Phi-3, Phi-4",
+    "qwen2": "Qwen 2, 2.5, QwQ",
+    "qwen3": "Qwen 3",
+    "qwen3_moe": "Qwen 3 30B-A3B, 235B",
+}
+"""The models as people call them, of families whose own name does not say it."""
+
+
 @dataclass(frozen=True)
 class Family:
     """One family. All of them stream under `zinfer.init_inference`.
@@ -29,6 +47,11 @@ class Family:
     model_type: str
     classes: tuple[str, ...]
     fused: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> str:
+        """Its published models as people call them."""
+        return _MODELS.get(self.model_type, self.name)
 
     @property
     def is_batched(self) -> bool:
