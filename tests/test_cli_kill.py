@@ -12,6 +12,9 @@ import pytest
 from commands import Process, kill_group, start
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 
+from zinfer.cli.ending import Interrupted, raise_on_signals
+from zinfer.engine.interrupts import deferred
+
 NUM_ROWS = 120
 STREAMED = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
 SIZES = {
@@ -152,6 +155,32 @@ def test_signals_full_disks_and_second_writers_keep_the_rows(folder: Path, whole
     process = command.start()
     assert process.wait(timeout=120) == 0
     assert command.output.read_bytes() == whole
+
+
+def test_ctrl_c_is_answered_at_once_where_the_engine_holds_it_back(capfd: pytest.CaptureFixture[str]) -> None:
+    """As in calls of `generate` and of encoders, which the main thread makes."""
+    said: list[str] = []
+
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        said.append(capfd.readouterr().err)
+
+    with pytest.raises(Interrupted), raise_on_signals(makes_passes=True):
+        deferred(work)
+    assert said == ["zinfer: stopping after this pass; press Ctrl-C again to stop now\n"]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_job_of_several_ranks_answers_ctrl_c_once(folder: Path) -> None:
+    if folder.name != "cpu":
+        pytest.skip("ranks of their own GPUs are another test's")
+    command = Command(folder, "ranks.jsonl")
+    write_rows(folder / "many.jsonl", prompt_rows(4000))
+    process = command.start(None, "--ranks", "2", "--input", "many.jsonl", warm=False)
+    said = command.end(process, signal.SIGINT, lambda: command.size_bytes() > 0)
+    assert process.returncode == 130, said
+    assert said.count("zinfer: stopping after this pass") == said.count("zinfer: SIGINT: stopped. ") == 1
+    assert said.index("stopping after this pass") < said.index("SIGINT: stopped")
 
 
 def handles_signals(process: Process) -> bool:

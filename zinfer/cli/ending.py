@@ -124,6 +124,35 @@ def protect_streams() -> None:
         setattr(sys, name, cast(TextIO, LastingStream(stream)))
 
 
+class _Interrupt:
+    """The handler of `raise_on_signals`. The engine calls `announce` at once where it holds a signal back."""
+
+    def __init__(self, makes_passes: bool) -> None:
+        self._makes_passes = makes_passes
+        self._is_announced = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> NoReturn:
+        for each in ending_signals():
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else _end_now)
+        _received.append(number)
+        self.announce(number)
+        raise Interrupted(number)
+
+    def announce(self, number: int) -> None:
+        """Say once that the pass under way is waited for; of several ranks, rank 0 says it.
+
+        A launcher passes Ctrl-C on, and sends SIGTERM also when another rank has failed.
+        """
+        is_launchers = LAUNCHER in os.environ and number == signal.SIGTERM
+        if not self._makes_passes or self._is_announced or is_launchers or spoken_rank() not in (None, 0):
+            return
+        self._is_announced = True
+        seconds = pass_seconds()
+        pass_s = f" (up to {duration(seconds)})" if seconds else ""
+        with suppress(OSError):  # not by print, which may be under way
+            os.write(2, f"zinfer: stopping after this pass{pass_s}; press Ctrl-C again to stop now\n".encode())
+
+
 @contextmanager
 def raise_on_signals(*, makes_passes: bool = False) -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP raise `Interrupted` once.
@@ -134,19 +163,7 @@ def raise_on_signals(*, makes_passes: bool = False) -> Iterator[None]:
     Args:
         makes_passes: the command waits for the pass that it is in, perhaps for hours, and says so at once.
     """
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        for each in ending_signals():
-            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else _end_now)
-        _received.append(number)
-        if makes_passes and LAUNCHER not in os.environ and spoken_rank() in (None, 0):
-            seconds = pass_seconds()
-            pass_s = f" (up to {duration(seconds)})" if seconds else ""
-            with suppress(OSError):  # not by print, which may be under way
-                os.write(2, f"zinfer: stopping after this pass{pass_s}; press Ctrl-C again to stop now\n".encode())
-        raise Interrupted(number)
-
-    with _handled_by(interrupt):
+    with _handled_by(_Interrupt(makes_passes)):
         yield
 
 

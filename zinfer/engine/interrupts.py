@@ -2,6 +2,9 @@
 
 Python handles signals in the main thread, between any two bytecodes. While `deferred` runs work there, a signal is
 only noted; its handler runs when the work calls `deliver_pending`, or at its end. Other threads get no signals.
+
+A handler with a method ``announce(number)`` has it called at once when its signal is noted: a user who waits for the
+end of a pass, perhaps for minutes, knows that the signal has come. It must not raise.
 """
 
 import signal
@@ -58,3 +61,5 @@ def _note(number: int, frame: FrameType | None) -> None:
         _former[number](number, frame)
     else:
         _noted.append(number)
+        if (announce := getattr(_former[number], "announce", None)) is not None:
+            announce(number)
