@@ -62,11 +62,15 @@ class InferenceEngine(AroundModule, StreamedModel):
                 "model: is an engine already, whose weights stream; call it as it is, or destroy it and give the "
                 "folder or a module with its weights"
             )
+        # Such a module has its own weights back where the engine is dropped.
+        has_weights = isinstance(model, nn.Module) and not any(each.is_meta for each in model.parameters())
         nn.Module.__init__(self)
         collect_dropped()
         StreamedModel.__init__(self, model, settings, **options)
-        # Scripts keep the module alone (`model = engine.module`). A function, unlike the module, may be copied with it.
-        vars(self.module)["forward"].life = self._close
+        if not has_weights:
+            # Scripts keep the module alone (`model = engine.module`). A function, unlike the module, may be copied with
+            # it.
+            vars(self.module)["forward"].life = self._close
 
     def call(self, work: Callable[[], Any]) -> Any:
         """As `StreamedModel.call`; with other ranks it returns once the device is done, for they may fail until then.
