@@ -3,7 +3,7 @@
 Heavy packages are imported inside the commands, so that `--help` and `--version` answer at once.
 """
 
-from typing import Annotated, NoReturn
+from typing import Annotated, Final, NoReturn
 
 import typer
 
@@ -19,13 +19,24 @@ from zinfer.cli.run import run
 from zinfer.cli.serve import replica, serve
 from zinfer.cli.warmup import warmup
 
+_ALIASES: Final = {
+    "gpu": "machine",
+    "max-tokens": "max-new-tokens",
+    "memory-cap": "max-device-memory",
+    "new-tokens": "max-new-tokens",
+}
+"""Other spellings of options, of which --help shows one."""
+
 app = typer.Typer(
     help="Runs models that do not fit in GPU memory.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: _ALIASES.get(name, name),
+    },
 )
 app.command()(run)
 app.command()(probe)

@@ -19,13 +19,7 @@ def bench(
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 512,
     new_tokens: Annotated[
         int,
-        typer.Option(
-            "--new-tokens",
-            "--max-new-tokens",
-            "--max-tokens",
-            min=1,
-            help="Tokens generated after each prompt that does not set it.",
-        ),
+        typer.Option(min=1, help="Tokens generated after each prompt that does not set it."),
     ] = 32,
     input: Annotated[Path | None, typer.Option(help="JSONL file with the prompts, instead of random ones.")] = None,
     weights: Weights = None,
@@ -34,7 +28,6 @@ def bench(
         str | None,
         typer.Option(
             "--max-device-memory",
-            "--memory-cap",
             help='Most device memory to use, such as "20GB"; the rest of a GPU is held.',
         ),
     ] = None,

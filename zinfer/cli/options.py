@@ -52,7 +52,7 @@ GenerationConfig = Annotated[
 System = Annotated[str | None, typer.Option(help="System message of chats that have none.")]
 MaxNewTokens = Annotated[
     int | None,
-    typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Most tokens of an answer. Default: 128."),
+    typer.Option(min=1, help="Most tokens of an answer; also --max-tokens. Default: 128."),
 ]
 Temperature = Annotated[
     float | None,

@@ -30,8 +30,6 @@ def plan(
     machine: Annotated[
         str | None,
         typer.Option(
-            "--machine",
-            "--gpu",
             help="Preset to plan for instead of this machine, or the GPU's name in nvidia-smi; 'list': all.",
         ),
     ] = None,

@@ -56,7 +56,12 @@ def run(
         Path | None, typer.Option(help="JSONL file that gets a row for each row of the input; - is stdout.")
     ] = None,
     input_format: Annotated[
-        InputFormat, typer.Option(help="By default seen from content and name.", rich_help_panel=_ROWS_PANEL)
+        InputFormat,
+        typer.Option(
+            metavar="<format>",
+            help="jsonl, json, csv, tsv or parquet; auto: as content and name say.",
+            rich_help_panel=_ROWS_PANEL,
+        ),
     ] = InputFormat.AUTO,
     prompt_column: Annotated[
         str | None, typer.Option(help="Column with the prompt; by default 'prompt'.", rich_help_panel=_ROWS_PANEL)
