@@ -338,7 +338,7 @@ def test_a_request_may_have_a_priority(client: openai.OpenAI, alone: dict[str, s
 
 def test_every_route_needs_the_key(server: Server) -> None:
     with httpx.Client(base_url=server.url) as http:
-        for path in ("/v1/models", "/health", "/metrics", "/load", "/docs", "/nothing"):
+        for path in ("/v1/models", "/health", "/metrics", "/load", "/openapi.json", "/nothing"):
             assert http.get(path).status_code == 401
             assert http.get(path, headers={"Authorization": f"Bearer {KEY}x"}).status_code == 401
             assert http.get(path, headers={"Authorization": f"Basic {KEY}"}).status_code == 401
@@ -348,7 +348,7 @@ def test_every_route_needs_the_key(server: Server) -> None:
 
 def test_the_page_needs_no_key_and_lets_nothing_else_through(server: Server) -> None:
     with httpx.Client(base_url=server.url) as http:
-        for path in ("/", *(f"/page/{each.name}" for each in (ROOT / "zinfer" / "serve" / "page").iterdir())):
+        for path in ("/", "/docs", *(f"/page/{each.name}" for each in (ROOT / "zinfer" / "serve" / "page").iterdir())):
             answer = http.get(path)
             assert answer.status_code == 200
             assert "default-src 'none'" in answer.headers["content-security-policy"]

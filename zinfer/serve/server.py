@@ -213,6 +213,6 @@ async def _announce(
         scheme = "http" if options.certificate is None else "https"
         host = f"[{options.host}]" if ":" in options.host else options.host
         url = f"{scheme}://{host}:{sockets[0].getsockname()[1]}"
-        say(f"serving {options.names[0]} on {url}/v1")
         say(f"open {url}/ in a browser: a chat, and what the server does; {url}/docs lists its routes")
+        say(f"serving {options.names[0]} on {url}/v1")
     await ServiceManager().watch()
