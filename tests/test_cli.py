@@ -21,6 +21,8 @@ from zinfer.cli import app
 from zinfer.jobs.completer import RaggedCompleter
 from zinfer.jobs.request import manifest_path
 
+DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo" / "model"
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -158,12 +160,10 @@ def test_an_unusable_config_exits_2(
 def test_an_option_that_the_config_contradicts_is_named(
     tmp_path: Path, prompts: Path, output: Path, config: dict[str, Any], options: list[str], words: list[str]
 ) -> None:
-    """Before the model is read: there is none."""
-    (tmp_path / "model").mkdir()
     path = config_file(tmp_path, config)
-    commands = [zinfer_run(tmp_path / "model", prompts, output, "--config", path, *options)]
+    commands = [zinfer_run(DEMO, prompts, output, "--config", path, *options)]
     if "--fast" not in options:
-        served = ["serve", "--model", str(tmp_path / "model"), "--device", "cpu", "--config", path, *options]
+        served = ["serve", "--model", str(DEMO), "--device", "cpu", "--config", path, *options]
         commands.append(CliRunner().invoke(app, served))
     for result in commands:
         assert result.exit_code == 2, result.output

@@ -76,7 +76,7 @@ def test_tokenizers_that_cannot_be_used(tokenizer: Any, message: str) -> None:
 
 def test_the_extra_is_named(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.requests.grammar.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"run `pip install 'zinfer\[structured\]'`"):
+    with pytest.raises(ConfigError, match=r"run `pip install '\.\[structured\]'`"):
         compiler.compile(StructuredOutputsParams(regex="a"))
 
 

@@ -16,6 +16,7 @@ from zinfer.errors import ConfigError
 from zinfer.jobs import UnusableInput, run_job
 from zinfer.jobs.manifest import read_manifest
 from zinfer.jobs.request import manifest_path
+from zinfer.jobs.row_form import RowForm
 from zinfer.jobs.token_rows import sample_rows
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
@@ -102,7 +103,7 @@ def test_rows_from_all_over_the_input_are_planned_for(
     assert list(job.prompt_lens).count(40) == 2
     assert job.num_rows == 40, "a fifth of the sampled rows cannot be used"
     limits = read_limits(build_meta_model(Checkpoint.open(model), None), None)
-    sample = sample_rows(rows, model, 1000, 2, limits)
+    sample = sample_rows(rows, model, 1000, RowForm(2), limits)
     assert (sample.job(), sample.num_read, len(sample.bad)) == (job, 10, 2)
 
 

@@ -267,7 +267,9 @@ def test_an_added_token_that_the_model_lacks_is_named_in_jobs_and_in_python(tmp_
     made = encoded(Row(id=1, prompt="a <extra> b"), 1, encoder)
     assert isinstance(made, BadRow)
     assert message in made.message
-    assert encoder.encode_texts(["ab", "a <extra> b"])[1] == "a <extra> b"  # which `encode` refuses
+    assert (
+        encoder.encode_texts([(text, SamplingParams()) for text in ("ab", "a <extra> b")])[1] == "a <extra> b"
+    )  # which `encode` refuses
 
 
 def test_messages_go_through_the_chat_template() -> None:

@@ -45,7 +45,6 @@ def test_rows_equal_transformers_own(model_type: str, class_name: str, forced_en
     assert any("padded batches" in note for note in summary.notes)
     assert any(f"predicted: nothing: what a {class_name} takes" in note for note in summary.notes)
     tokenizer, found = letters_tokenizer(), {row["id"]: row["token_ids"] for row in read_rows(tmp_path / "out.jsonl")}
-    model.generation_config.forced_eos_token_id = None
     for row in rows:
         ids = torch.tensor([tokenizer(row["prompt"]).input_ids])
         wanted = model.generate(ids, max_new_tokens=row["max_new_tokens"], do_sample=False, eos_token_id=2)[0, 1:]

@@ -15,6 +15,7 @@ from zinfer.jobs import peers as module
 from zinfer.jobs.messages import Cause, Failed, Ready
 from zinfer.jobs.peers import Peers
 from zinfer.jobs.request import OtherRankFailed
+from zinfer.ranks.values import to_bytes
 
 
 def full_disk() -> JobError:
@@ -63,7 +64,7 @@ def test_what_was_first_is_told(
     own: BaseException, cause: Cause, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peers, there, _ = watched_peers(monkeypatch)
-    there.send(Failed(cause, "news"))
+    there.send_bytes(to_bytes(Failed(cause, "news")))
     with pytest.raises(OtherRankFailed):
         until_it_raises(peers.check)
     found = peers.first_failure(own)

@@ -71,7 +71,7 @@ def test_the_page_shows_what_happened_between_moments(tmp_path: Path, monkeypatc
 
 def test_a_report_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.jobs.request.find_spec", lambda name: None)
-    with pytest.raises(UnusableInput, match=r"a report needs matplotlib; run `pip install 'zinfer\[report\]'`"):
+    with pytest.raises(UnusableInput, match=r"a report needs matplotlib; run `pip install '\.\[report\]'`"):
         run_job("none", tmp_path / "in.jsonl", tmp_path / "out.jsonl", report=tmp_path / "page.html")
 
 

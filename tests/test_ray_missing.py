@@ -13,7 +13,7 @@ def test_the_extra_is_named_where_ray_is_missing(name: str, monkeypatch: pytest.
         monkeypatch.setitem(sys.modules, module, None)
     for module in ("zinfer.jobs.ray_data", "zinfer.ranks.ray_actors"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(ImportError, match=r"zinfer.ray needs (ray|pyarrow); .*: pip install 'zinfer\[ray\]'"):
+    with pytest.raises(ImportError, match=r"zinfer.ray needs (ray|pyarrow); .*: pip install '\.\[ray\]'"):
         getattr(zinfer.ray, name)
     with pytest.raises(AttributeError, match="has no attribute 'absent'"):
         _ = zinfer.ray.absent

@@ -145,8 +145,8 @@ def test_gds_is_used_where_it_works_and_wanted(kvikio: SimpleNamespace, caplog: 
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
-        ("package", r"kvikio cannot be imported \(.*\); pip install 'zinfer\[gds\]'"),
-        ("library", r"kvikio cannot be imported \(libcufile\.so\.0.*\); pip install 'zinfer\[gds\]'"),
+        ("package", r"kvikio cannot be imported \(.*\); pip install '\.\[gds\]'"),
+        ("library", r"kvikio cannot be imported \(libcufile\.so\.0.*\); pip install '\.\[gds\]'"),
         ("cufile", "kvikio does not use cuFile here; install libcufile"),
         ("driver", "the nvidia-fs driver is not loaded; load NVIDIA's driver with `modprobe nvidia-fs`"),
     ],

@@ -54,7 +54,7 @@ def test_no_word_is_cut(command: list[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(ROOT)
     narrow, wide = (CliRunner().invoke(app, command, env={"COLUMNS": columns}) for columns in ("80", "400"))
     assert narrow.exit_code == wide.exit_code == 0
-    prose = "served", "advice", "config"
+    prose = "examples/demo/model on", "served", "advice", "config"
     assert all(len(line) <= 80 for line in narrow.stdout.splitlines() if not line.startswith(prose))
     assert words(narrow.stdout) == words(wide.stdout)
 
