@@ -370,7 +370,7 @@ BAD: list[tuple[bytes, int, str]] = [
     (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, "JSON"),
     (b'{"prompt": "a", "temperature": NaN}', 400, "NaN"),
     (b'{"prompt": "\\ud800"}', 400, "surrogate"),
-    (b'{"prompt": "a", "max_tokens": 1e9}', 400, "max_tokens must be a whole number"),
+    (b'{"prompt": "a", "max_tokens": 1.5}', 400, "max_tokens must be a whole number"),
     (b'{"prompt": "a", "max_tokens": 100000}', 400, "128"),
     (b'{"prompt": [99999]}', 400, "token ids"),
     (b'{"prompt": []}', 400, "no tokens"),
