@@ -159,8 +159,8 @@ def test_options_that_the_task_does_not_use_are_refused(options: list[str], mess
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_server_that_generates_refuses_a_pooling(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    result = CliRunner().invoke(app, ["serve", f"--model={tmp_path / 'model'}", "--pooling", "last"])
+def test_a_server_that_generates_refuses_a_pooling() -> None:
+    model = Path(__file__).resolve().parent.parent / "examples" / "demo" / "model"
+    result = CliRunner().invoke(app, ["serve", f"--model={model}", "--pooling", "last"])
     assert result.exit_code == 2, result.output
     assert "--pooling last is for --task embed" in " ".join(result.stderr.split())
