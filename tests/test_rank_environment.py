@@ -152,8 +152,9 @@ def test_ranks_without_a_launcher_share_the_users_key(environment: Callable[...,
 def test_commands_say_one_sentence_of_bad_variables(
     tmp_path: Path, command: str, variables: dict[str, str], said: str
 ) -> None:
-    files = ["--model", "model", "--input", "in.jsonl", "--output", "out.jsonl"] if command == "run" else []
-    files = ["--model", "model"] if command == "bench" else files
+    model = str(Path(__file__).resolve().parent.parent / "examples" / "demo" / "model")
+    files = ["--model", model, "--input", "in.jsonl", "--output", "out.jsonl"] if command == "run" else []
+    files = ["--model", model] if command == "bench" else files
     process = start([command, *files], tmp_path, warm=True, variables={"WORLD_SIZE": "2", **variables})
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
