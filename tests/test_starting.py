@@ -19,14 +19,16 @@ from interrupted_import import interrupt_import
 import zinfer
 from zinfer.cli.ending import importing
 
+DEMO = ROOT / "examples" / "demo" / "model"
+
 
 @pytest.mark.parametrize(
     ("command", "module", "number"),
     [
         # torch drops what is raised while it imports numpy, and numpy cannot be imported a second time.
-        ("run --model m --input i --output o", "numpy", signal.SIGINT),
-        ("run --model m --input i --output o", "numpy.linalg", signal.SIGTERM),
-        pytest.param("quantize --model m --output o", "numpy.linalg", signal.SIGINT, marks=pytest.mark.slow),
+        (f"run --model {DEMO} --input i --output o", "numpy", signal.SIGINT),
+        (f"run --model {DEMO} --input i --output o", "numpy.linalg", signal.SIGTERM),
+        pytest.param(f"quantize --model {DEMO} --output o", "numpy.linalg", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("plan --model llama-3-8b", "numpy", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("plan --model llama-3-8b --rows 9", "numpy.linalg", signal.SIGINT, marks=pytest.mark.slow),
         ("probe", "numpy", signal.SIGHUP),
