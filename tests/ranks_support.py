@@ -118,8 +118,8 @@ class Ranks:
 def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What ``function(rank, *args)`` returns on each rank; raises if one fails."""
     found = Ranks(size, function, *args).results()
-    for rank, each in enumerate(found):
-        assert not isinstance(each, Failed), f"rank {rank}: {each.text}"
+    failed = [f"rank {rank}: {each.text}" for rank, each in enumerate(found) if isinstance(each, Failed)]
+    assert not failed, "\n".join(failed)
     return found
 
 

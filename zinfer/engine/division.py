@@ -102,7 +102,11 @@ class Division:
                 path = owned.enter_context(written_module(module, folder))
             paths = ranks.exchange(path)
             own = next(each for each in reversed(paths[: ranks.group.rank + 1]) if each is not None)  # of this host
-            self._save(Checkpoint.open(own), settings, find_dtype(module), sharding)
+            try:
+                self._save(Checkpoint.open(own), settings, find_dtype(module), sharding)
+            except Exception:
+                ranks.exchange(False)  # the others still read the whole model, which is deleted next
+                raise
             ranks.exchange(True)
 
     @property

@@ -139,7 +139,8 @@ class ModelRanks:
     def first_alone(self, work: Callable[[], _T]) -> _T:
         """Run work on one rank and then on the others, which find what it has left on disk.
 
-        Where ranks divide layers, each of the first group works first, for its own part.
+        Where ranks divide layers, each of the first group works first, for its own part. One whose work fails either
+        tells the failure, or first exchanges False.
 
         Raises:
             RankError: another rank failed.
@@ -147,10 +148,14 @@ class ModelRanks:
         places = self.mesh.coordinates(self.group.rank).items()
         if all(place == 0 for mode, place in places if mode not in DIVIDING):
             done = work()
-            self.exchange(True)
+            self._exchange_success()
             return done
-        self.exchange(True)
+        self._exchange_success()
         return work()
+
+    def _exchange_success(self) -> None:
+        while not all(self.exchange(True)):
+            pass  # the rank that failed exchanges nothing more; it tells why, and `exchange` raises that
 
     def check(self) -> None:
         """Raise the error of the rank that has failed, if any."""
