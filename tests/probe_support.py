@@ -52,13 +52,13 @@ CALM_FACTS = HostFacts(
 def made_up_device(**changes: Any) -> DeviceFindings:
     """A GPU that nothing holds back."""
     link = LinkRates("pinned copies", GIB, 55e9, 54e9, 101e9)
-    return replace(DeviceFindings("a GPU", link, 4.1e12, 790e12, "bfloat16", FULL_LINK), **changes)
+    return replace(DeviceFindings("a GPU", link, 4.1e12, 790e12, "bfloat16", FULL_LINK, 0.5e-3), **changes)
 
 
 def made_up_findings(**changes: Any) -> Findings:
     """Two GPUs and one disk that nothing holds back."""
     findings = Findings(
-        version=1,
+        version=2,
         taken_on=date(2026, 11, 21),
         card=CARD,
         devices=(made_up_device(), made_up_device(flops_per_s=700e12)),

@@ -364,7 +364,8 @@ def test_a_tier_that_was_given_up_is_not_left_in_the_configuration(planned: JobP
 def test_as_many_texts_are_said_to_run_at_once_as_the_cache_holds(tmp_path: Path) -> None:
     folder = write_config(tmp_path, SMALL_LLAMA)
     config = tmp_path / "ds.json"
-    config.write_text(json.dumps({"zinfer": {"max_sequences": 128, "kv_cache_memory": 100_000_000}}))
+    sizes = {"max_sequences": 128, "kv_cache_memory": 100_000_000, "tokens_per_pass": 8192}
+    config.write_text(json.dumps({"zinfer": sizes}))
     options = (
         "--machine",
         "a6000",

@@ -264,3 +264,22 @@ def test_reading_the_cache_does_not_overlap_with_products() -> None:
     )
     assert bare.bottleneck == "matrix work"
     assert full.seconds == pytest.approx(bare.seconds + cache_bytes / rates().device_bytes_per_s)
+
+
+@pytest.mark.parametrize("shares_host", [False, True])
+def test_python_launches_layers_beside_a_gpu_and_before_a_cpu(shares_host: bool) -> None:
+    layers = [replace(each, has_experts=index == 0) for index, each in enumerate(WORK)]
+    slow, resident = rates(launch_s=1.0, shares_host=shares_host), plan(*[RESIDENT] * NUM_BLOCKS)
+    clock = PassClock(resident, layers, slow)
+    launched, in_parts, replayed = (
+        clock.pass_time(100, 1, cache_bytes=0, num_parts=parts, is_replayed=is_replayed)
+        for parts, is_replayed in ((1, False), (2, False), (1, True))
+    )
+    alone = PassClock(resident, layers, rates()).pass_time(100, 1, cache_bytes=0)
+    assert launched.bottleneck == "Python launching"
+    assert launched.seconds == launched.launch_s + (alone.terms["matrix work"] if shares_host else 0)
+    assert in_parts.launch_s - launched.launch_s == launched.launch_s - replayed.launch_s > 0, "each part of each layer"
+    plain = PassClock(resident, WORK, slow).pass_time(100, 1, cache_bytes=0)
+    assert launched.launch_s > plain.launch_s, "experts are launched one after the other"
+    fast = PassClock(resident, layers, replace(slow, launch_s=1e-12)).pass_time(10**6, 1, cache_bytes=0)
+    assert fast.bottleneck == "matrix work"

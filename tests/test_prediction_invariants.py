@@ -39,6 +39,8 @@ def speeds(draw: st.DrawFn) -> Rates:
         host_bytes_per_s=draw(per_second),
         device_bytes_per_s=draw(per_second),
         flops_per_s=draw(st.floats(1e11, 1e15)),
+        launch_s=draw(st.floats(0, 1e-3)),
+        shares_host=draw(st.booleans()),
         origin="made up",
     )
 

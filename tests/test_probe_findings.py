@@ -15,6 +15,7 @@ from probe_support import DISK, made_up_device, made_up_findings
 from zinfer.errors import ConfigError
 from zinfer.probe.disk import DiskFindings, DiskRate
 from zinfer.probe.findings import Findings, load_findings, parse_findings
+from zinfer.probe.measure import LinkRates
 from zinfer.probe.rates import Rates
 
 SOURCE = Path("some/probe.json")
@@ -57,7 +58,7 @@ def changed(keys: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("keys", "value", "words"),
     [
-        ("version", 2, "version: Input should be 1"),
+        ("version", 1, "version: Input should be 2"),
         ("devices.0.flops_per_s", 0, "greater than 0"),
         ("devices.1.link.to_device_bytes_per_s", float("nan"), "to_device_bytes_per_s"),
         ("memory.copy_all_bytes_per_s", "fast", "memory.copy_all_bytes_per_s"),
@@ -81,8 +82,11 @@ def test_the_planner_gets_the_figures_of_one_device_and_disk() -> None:
     slower = DiskFindings("/old", 8, (DiskRate("read", 4096, 1, 1e9, direct=True),))
     findings = made_up_findings(disks=(slower, DISK))
     origin = "measured by zinfer probe on 2026-11-21"
-    assert findings.to_rates() == Rates(55e9, 20e9, 56e9, 4.1e12, 790e12, origin, links_together=((2, 110e9),))
-    assert findings.to_rates(1, 8) == Rates(55e9, 1e9, 56e9, 4.1e12, 700e12, origin, links_together=((2, 110e9),))
+    others: dict[str, Any] = {"links_together": ((2, 110e9),), "launch_s": 0.5e-3}
+    assert findings.to_rates() == Rates(55e9, 20e9, 56e9, 4.1e12, 790e12, origin, **others)
+    assert findings.to_rates(1, 8) == Rates(55e9, 1e9, 56e9, 4.1e12, 700e12, origin, **others)
+    host = made_up_device(link=LinkRates("host copies", 1 << 30, 10e9, None, None))
+    assert made_up_findings(devices=(host, host)).to_rates().shares_host
 
 
 def test_what_was_not_measured_is_said() -> None:

@@ -67,9 +67,9 @@ def test_every_figure_of_a_device_is_a_rate(device: str, buffers: list[HostBuffe
     assert all(rate > 0 and math.isfinite(rate) for rate in rates)
     assert found.link.nbytes == TINY.link_bytes
     if device == "cpu":
-        assert (found.link.kind, found.dtype, len(rates)) == ("host copies", "float32", 3)
+        assert (found.link.kind, found.dtype, len(rates)) == ("host copies", "float32", 4)
     else:
-        assert (found.link.kind, len(rates)) == ("pinned copies", 5)
+        assert (found.link.kind, len(rates)) == ("pinned copies", 6)
         assert found.dtype in ("bfloat16", "float16")
         assert len(buffers) == 2
     assert not any(buffer.pinned for buffer in buffers)

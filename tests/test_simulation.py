@@ -11,7 +11,7 @@ from checkpoints import random_prompts, tiny_checkpoint
 from zinfer import LLM, SamplingParams
 from zinfer.errors import PlanError
 from zinfer.planning import simulation
-from zinfer.planning.job_estimator import JobEstimator
+from zinfer.planning.job_estimator import JobEstimator, PassTimes
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.memory import Footprint
 from zinfer.planning.simulation import Simulations, in_step, simulate
@@ -54,6 +54,7 @@ def test_seconds_are_the_sum_of_the_passes() -> None:
         num_parts: int,
         lent_bytes: int,
         hosted_bytes: int,
+        is_replayed: bool,
     ) -> PassTime:
         seen.append((num_tokens, num_rows, cache_bytes, num_pairs, num_parts, lent_bytes))
         came.append(hosted_bytes)
@@ -74,6 +75,36 @@ def test_seconds_are_the_sum_of_the_passes() -> None:
     assert (found.num_passes, found.tokens_per_pass, found.bottleneck) == (3, 40.0, "link")
     assert found.tokens_per_s == 24 / 9
     assert str(found) == "9 s, 3 passes of 40 tokens (link), 2.7 tokens/s"
+
+
+def test_passes_of_a_form_are_replayed_once_they_recur() -> None:
+    """Decodes as far as they are padded to one number of rows, prompts up to the largest size that is replayed."""
+
+    def pass_time(num_tokens: int, num_rows: int, *, is_replayed: bool, **sizes: int) -> PassTime:
+        return PassTime(num_tokens, 0.0, 0.0, 0.0, 0.0, 0.0, launch_s=1.0 if is_replayed else 8.0)
+
+    budget = BatchingBudget(4096, 512, 4096, 64, 16, torch.float16, "arrival", lends=True, footprint=Footprint(0, 0, 0))
+    decodes, mixed, large = PassSize(31, 31, 900), PassSize(200, 31, 900), PassSize(300, 31, 900)
+    estimator = JobEstimator(budget, None, 8, pass_time, replayed=[64, 128, 256])
+    # 8 launches, one capture, which takes as long as these, and a replay.
+    for size, seconds in ((decodes, 129), (mixed, 129), (large, 80), (PassSize(300, 300, 9000), 80)):
+        assert estimator.of_passes([size] * 10).seconds == seconds, size
+    assert estimator.of_passes([decodes, PassSize(32, 32, 900)] * 5).seconds == 129, "both are padded to 32 rows"
+    assert replace(estimator, replayed=None).of_passes([decodes] * 10).seconds == 80
+
+
+def test_the_passes_that_have_ended_are_counted_once() -> None:
+    budget = BatchingBudget(64, 64, 64, 64, 16, torch.float16, "arrival", lends=True, footprint=Footprint(0, 0, 0))
+
+    def pass_time(num_tokens: int, num_rows: int, **sizes: int) -> PassTime:
+        return PassTime(num_tokens, num_tokens, 0.0, 0.0, 0.0, 0.0)
+
+    times = PassTimes(JobEstimator(budget, None, 8, pass_time))
+    sizes = [PassSize(10**number, 1, 1) for number in range(4)]
+    assert times.ended_s(3, sizes[:3], 1) == 1
+    assert times.ended_s(3, sizes[:3], 1) == 1
+    assert times.ended_s(4, sizes, 3) == 111
+    assert times.ended_s(5, sizes[3:] + sizes[:1], 2) == 1112, "those before were forgotten"
 
 
 def test_a_text_that_the_cache_cannot_hold(tmp_path: Path) -> None:

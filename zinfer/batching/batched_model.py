@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -35,7 +36,7 @@ from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec, common_window, count_experts
 from zinfer.offload.stats import RunStats
 from zinfer.planning.device_cap import DeviceParts
-from zinfer.planning.job_estimator import JobEstimator, JobPrediction
+from zinfer.planning.job_estimator import JobEstimator, JobPrediction, PassTimes
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.latency import ServingLatency, describe_unreachable, predict_latency
 from zinfer.planning.memory import Footprint
@@ -150,6 +151,7 @@ class BatchedModel:
         self._estimator = self._open_estimator(
             budget, window, token_bytes, settings.batching.max_token_latency_s, interactive
         )
+        self._pass_times = PassTimes(self._estimator)
         if (note := describe_unreachable(self._estimator)) is not None and not isinstance(lockstep, Follower):
             log.warning(note)
         if (said := self._defaults.notice) and not isinstance(lockstep, Follower):
@@ -188,6 +190,7 @@ class BatchedModel:
             usual_tokens=short_pass_tokens(num_params) if is_short else None,
             # What streams is seldom replayed, and has tokens to spare: a target need not stop at a size.
             padded_sizes=() if streams else self._runner.padded_sizes,
+            replayed=self._runner.padded_sizes if self._runner.replays else None,
         )
 
     def _open_loop(
@@ -320,6 +323,17 @@ class BatchedModel:
     def num_passes(self) -> int:
         """Passes launched so far."""
         return self._runner.num_passes
+
+    def predicted_pass_s(self) -> float:
+        """Return the predicted seconds of the passes that have ended, at the rates for `predict`."""
+        batcher = self._batcher
+        return self._pass_times.ended_s(self.num_passes, batcher.pass_sizes, len(batcher.pass_ends_s))
+
+    @property
+    def last_pass_s(self) -> float:
+        """Seconds since a pass ended; 0 if none has since the LLM was last idle."""
+        ends_s = self._batcher.pass_ends_s
+        return time.perf_counter() - ends_s[-1] if ends_s else 0.0
 
     @property
     def num_running(self) -> int:

@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from zinfer.planning.pass_sizes import MOST_REPLAYED_TOKENS, REPLAYED_TOKENS, round_up
+from zinfer.planning.pass_sizes import (
+    FEWEST_REPLAYED_ROWS,
+    MOST_REPLAYED_TOKENS,
+    REPLAYED_TOKENS,
+    padded_rows,
+    padded_segments,
+)
 from zinfer.scheduling.schedule import Chunks
 
-_FEWEST_ROWS: Final = 64  # so many are replayed wherever anything is
 _FEWEST_TOKENS: Final = 1024  # of a context
 _FEWEST_PROMPT_TOKENS: Final = 4096  # of one beside prompts: such passes have many sizes already
-_SEGMENTS: Final = (16, 64, 128, 256, 512, MOST_REPLAYED_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -51,25 +55,17 @@ def find_bucket(
     Args:
         most_tokens: of a pass, with padding; a few decodes have a bucket anyway.
     """
-    most_rows = max(_FEWEST_ROWS, min(most_tokens, MOST_REPLAYED_TOKENS))
-    if _padded_rows(len(chunks)) > most_rows or chunks.extra_logits:
+    most_rows = max(FEWEST_REPLAYED_ROWS, min(most_tokens, MOST_REPLAYED_TOKENS))
+    if padded_rows(len(chunks)) > most_rows or chunks.extra_logits:
         return None
     sizes = _sizes_of(chunks)
     if all(chunks.samples) and max(sizes) == 1:
-        count = _padded_rows(len(chunks))
+        count = padded_rows(len(chunks))
         found: PassBucket | None = PassBucket(count, count, _num_pages(chunks, page_size, _FEWEST_TOKENS), count)
     else:
         found = _with_prompts(sizes, most_tokens, _num_pages(chunks, page_size, _FEWEST_PROMPT_TOKENS))
     fits = found is not None and (most_part_tokens is None or found.num_tokens <= most_part_tokens)
     return found if fits else None
-
-
-def _padded_rows(count: int) -> int:
-    """Return the rows that so many are padded to: a power of two up to 8, then a multiple of 8.
-
-    Above 64, a multiple of an eighth of the next power of two.
-    """
-    return round_up(count, max(8, 1 << (count - 1).bit_length() >> 3))
 
 
 def _with_prompts(sizes: Sequence[int], most_tokens: int, num_pages: int) -> PassBucket | None:
@@ -78,7 +74,7 @@ def _with_prompts(sizes: Sequence[int], most_tokens: int, num_pages: int) -> Pas
     if num_tokens is None:
         return None
     num_chunks = len(sizes) + -(-(num_tokens - sum(sizes)) // max(sizes))
-    num_segments = next((count for count in _SEGMENTS if num_chunks <= count), None)
+    num_segments = padded_segments(num_chunks)
     return None if num_segments is None else PassBucket(num_tokens, num_segments, num_pages)
 
 

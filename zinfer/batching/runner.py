@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -23,12 +23,8 @@ from zinfer.model.batching_support import wants_mask
 from zinfer.model.module_patches import ModulePatches
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.planning.pass_sizes import REPLAYED_TOKENS, logit_rows
+from zinfer.planning.pass_sizes import REPLAYED_TOKENS, logit_rows, replayed_tokens
 from zinfer.scheduling.schedule import Chunks
-
-_LAUNCHED_PRODUCTS: Final = 300_000_000_000
-"""Tokens times a layer's parameters that take a millisecond at 600 TFLOP/s, about as long as Python takes to launch a
-layer of a pass with prompts."""
 
 
 def open_pages(model: StreamedModel, spec: ModelSpec, budget: BatchingBudget) -> PageCache:
@@ -70,7 +66,7 @@ def _most_replayed_tokens(model: StreamedModel, graphs: ForwardGraphs | None) ->
     if graphs is None:
         return 0
     largest = max((each.block.layout.numel for each in model.estimator.blocks if each.is_layer), default=1)
-    most = _LAUNCHED_PRODUCTS // largest
+    most = replayed_tokens(largest)
     if model.ranks is None or model.ranks.mesh.num_dividing == 1:
         return most
     return min(map(int, model.ranks.exchange(most)))

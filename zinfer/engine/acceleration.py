@@ -20,16 +20,11 @@ from zinfer.graphs.forward_graphs import ForwardGraphs, GraphCounts
 from zinfer.inject.fusion_groups import FusionGroup
 from zinfer.inject.injection import Injection
 from zinfer.model.module_patches import ModulePatches, is_patched
+from zinfer.planning.pass_sizes import PATIENCE, most_streamed_bytes
 from zinfer.planning.placement import Plan
 
 log = logging.getLogger(__name__)
 
-_MOST_BYTES_A_BLOCK: Final = 64 << 20
-"""Streamed bytes per pass and block above which graphs do not help: the link takes more than a millisecond for them,
-Python 0.6 ms to launch a layer."""
-_PATIENCE: Final = 8
-"""Launches of a pass before its form is captured, which takes as long as some seven replays save (48 layers: 180 ms for
-25 ms each); where a job's rows end one by one, most forms come once or twice."""
 _DECODE: Final = "_optimize_model_for_decode"
 """The context manager that `generate` enters before its decode passes (transformers, generation/utils.py)."""
 
@@ -62,7 +57,7 @@ def open_graphs(
     elif settings.cuda_graph:
         return ForwardGraphs(capturer, device)
     else:
-        return ForwardGraphs(capturer, device, _MOST_BYTES_A_BLOCK * len(plan.homes), _PATIENCE)
+        return ForwardGraphs(capturer, device, most_streamed_bytes(len(plan.homes)), PATIENCE)
     level = logging.WARNING if settings.cuda_graph else logging.DEBUG
     log.log(level, "enable_cuda_graph: %s; Python launches every forward", hindrance)
     return None

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class PassEstimator:
         footprint = _footprint(self.module, self.blocks, request, "predict", on_cuda=self.device.type == "cuda")
         return self._clock.predict(request, footprint)
 
-    def pass_time(self, num_tokens: int, num_rows: int, **sizes: int) -> PassTime:
+    def pass_time(self, num_tokens: int, num_rows: int, **sizes: Any) -> PassTime:
         """Return the time of one pass, by resource; arguments as for `PassClock.pass_time`."""
         return self._clock.pass_time(num_tokens, num_rows, **sizes)
 

@@ -203,7 +203,13 @@ def _measure(
     forecast = Forecast(f"{predicted}", predicted.tokens_per_s, predicted.seconds, predicted.num_passes)
     meter.forecast = JobForecast(forecast.text, (Stretch.of([forecast], len(prompts), len(prompts)),))
     meter.load = lambda: Load(
-        llm.num_passes, llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_swapped_pages
+        llm.num_passes,
+        llm.num_tokens,
+        llm.num_new_tokens,
+        llm.num_running,
+        llm.num_swapped_pages,
+        llm.predicted_pass_s(),
+        llm.last_pass_s,
     )
     meter.begin("running")
     meter.begin_batch(len(prompts), len(prompts))

@@ -116,7 +116,15 @@ class RaggedCompleter(Completer):
 
     def load(self) -> Load:
         llm = self._llm
-        return Load(llm.num_passes, llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_swapped_pages)
+        return Load(
+            llm.num_passes,
+            llm.num_tokens,
+            llm.num_new_tokens,
+            llm.num_running,
+            llm.num_swapped_pages,
+            llm.predicted_pass_s(),
+            llm.last_pass_s,
+        )
 
     def follows(self, prompt: Prompt) -> bool:
         """See `Completer.follows`. With experts it is computed: it decides which other tokens its experts get."""

@@ -139,6 +139,8 @@ class Load:
         num_new_tokens: tokens generated; for an encoder, all tokens.
         num_running: sequences that hold KV-cache pages.
         num_swapped_pages: pages of preempted sequences in host memory or on disk.
+        predicted_s: predicted seconds of the passes that have ended; 0 if unknown.
+        since_s: seconds since the last one ended.
     """
 
     num_passes: int = 0
@@ -146,6 +148,8 @@ class Load:
     num_new_tokens: int = 0
     num_running: int = 0
     num_swapped_pages: int = 0
+    predicted_s: float = 0.0
+    since_s: float = 0.0
 
     def with_ranks(self, others: Iterable["Load"]) -> "Load":
         """Return the tokens and sequences of all ranks, with the passes of this one."""
@@ -180,8 +184,8 @@ class Meter(Progress):
         self.running_since_s: float | None = None
         self._lately = deque([(self.started_s, 0)], maxlen=_LATELY)
         self._earlier_rows = self._batch_missing = 0  # rows of this run: in earlier batches, and in the current one
-        self._batch_passes, self._passes_before = 0, 0
-        self._trusted_s = 0.0  # of the prediction, which weighs as much as measured seconds
+        self._batch_passes, self._batch_s, self._before = 0, 0.0, Load()
+        self._first_s: float | None = None  # of the first pass, beyond what was predicted of it
 
     @property
     def predicted_tokens_per_s(self) -> float:
@@ -208,8 +212,8 @@ class Meter(Progress):
     def begin_batch(self, num_missing: int, num_rows: int) -> None:
         """Begin a batch of ``num_rows`` rows, of which the output lacks ``num_missing``."""
         seconds, passes = self.forecast.batch(self._fresh_rows + num_missing / 2, num_rows)
-        self._batch_missing, self._batch_passes, self._trusted_s = num_missing, round(passes), _TRUSTED_SHARE * seconds
-        self._passes_before = self.load().num_passes
+        self._batch_missing, self._batch_passes, self._batch_s = num_missing, round(passes), seconds
+        self._before = self.load()
 
     def end_batch(self) -> None:
         """End the batch: all its rows are computed."""
@@ -236,12 +240,19 @@ class Meter(Progress):
     @property
     def _pass(self) -> int:
         """Number of the current pass in its batch, from 1; 0 between batches."""
-        return self.load().num_passes - self._passes_before if self._batch_missing else 0
+        return self.load().num_passes - self._before.num_passes if self._batch_missing else 0
 
     @property
     def _fresh_rows(self) -> float:
-        """Rows done in this run. Counts the current batch by its passes, since its rows end late and together."""
-        share = min(self._pass / self._batch_passes, _MOST_SHARE) if self._batch_passes else 0.0
+        """Rows done in this run. Counts the current batch by its passes, since its rows end late and together.
+
+        The first passes, which carry the prompts, count by their predicted seconds, if these are known.
+        """
+        share, predicted_s = 0.0, self.load().predicted_s - self._before.predicted_s
+        if self._batch_missing and self._batch_s and predicted_s > 0:
+            share = min(predicted_s / self._batch_s, _MOST_SHARE)
+        elif self._batch_passes:
+            share = min(self._pass / self._batch_passes, _MOST_SHARE)
         return max(self.num_finished - self.num_skipped, self._earlier_rows + self._batch_missing * share)
 
     @property
@@ -249,12 +260,19 @@ class Meter(Progress):
         """Seconds until the last row is done; None if unknown.
 
         Starts at the prediction; the measured pace weighs more as rows finish. What they took, beside what was
-        predicted of them, corrects the prediction of the rest, whose rows may be longer.
+        predicted of them, corrects the prediction of the rest, whose rows may be longer. What the first pass took
+        beyond its prediction says nothing of later ones: kernels are loaded or compiled in it.
         """
+        load = self.load()
+        since_s = load.since_s if load.predicted_s else 0.0
+        spent_s, trusted_s = max(self.running_s - since_s, 0.0), _TRUSTED_SHARE * self._batch_s
+        if self._first_s is None and load.predicted_s:
+            self._first_s = max(spent_s - load.predicted_s, 0.0)
         done = self.forecast.work(self._fresh_rows)
         left = self.forecast.work(self.num_rows - self.num_skipped) - done
-        if done + self._trusted_s:
-            return max(0.0, left * (self.running_s + self._trusted_s) / (done + self._trusted_s))
+        if done + trusted_s:
+            pace = (spent_s - (self._first_s or 0.0) + trusted_s) / (done + trusted_s)
+            return max(0.0, left * pace - since_s)
         return self.forecast.seconds(self.forecast.num_rows) or None
 
     def pass_s(self) -> float | None:

@@ -30,6 +30,7 @@ class BlockWork:
         between_bytes: bytes read and written between products, per token.
         dequantized_bytes: bytes read and written to dequantize the matrices.
         query_width: width of all query heads: multiplications per query and key, and again per weight and value.
+        has_experts: whether its tokens go to experts.
     """
 
     block: Block
@@ -39,6 +40,7 @@ class BlockWork:
     between_bytes: int = 0
     dequantized_bytes: int = 0
     query_width: int = 0
+    has_experts: bool = False
 
 
 def find_work(blocks: Iterable[ModelBlock], spec: ModelSpec) -> tuple[BlockWork, ...]:
@@ -59,6 +61,7 @@ def _work(block: ModelBlock, spec: ModelSpec) -> BlockWork:
         between_bytes=between_bytes(spec, layout.tensors[0].dtype.itemsize) if block.is_layer and layout.tensors else 0,
         dequantized_bytes=sum(map(_dequantized_bytes, layout.tensors)),
         query_width=spec.query if block.is_layer else 0,
+        has_experts=num_expert_params > 0,
     )
 
 

@@ -1,13 +1,16 @@
 """`JobEstimator`: predicts the time of a job's passes, simulated or computed ones."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
 from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
+from zinfer.planning.pass_sizes import FEWEST_REPLAYED_ROWS, PATIENCE, padded_rows, padded_segments
 from zinfer.planning.simulation import Simulations, simulate, simulated_ranks
 from zinfer.planning.step_time import PassTime, speed
 from zinfer.scheduling.latency_target import LatencyTarget
@@ -71,6 +74,7 @@ class JobEstimator:
         num_ranks: that make passes in step, each with rows of its own.
         usual_tokens: most of a pass where there is no ``latency_s``; None: as many as the budget allows.
         padded_sizes: tokens that passes with prompts are padded to.
+        replayed: tokens of passes with prompts that are replayed once captured; None: every pass is launched.
     """
 
     budget: BatchingBudget
@@ -81,6 +85,7 @@ class JobEstimator:
     num_ranks: int = 1
     usual_tokens: int | None = None
     padded_sizes: Sequence[int] = ()
+    replayed: Sequence[int] | None = None
 
     @functools.cached_property
     def target(self) -> LatencyTarget | None:
@@ -160,7 +165,8 @@ class JobEstimator:
         """
         if not sizes:
             raise ConfigError("no pass was computed yet, so none can be predicted")
-        terms = [self.time_of(size).terms for size in sizes]
+        clock = PassTimes(self)
+        terms = [clock.next(size).terms for size in sizes]
         slowest = [max(each, key=each.__getitem__) for each in terms]
         seconds = sum(each[name] for each, name in zip(terms, slowest, strict=True))
         resources = max(terms, key=len)  # a pass whose layers all stay gathers nothing
@@ -179,9 +185,26 @@ class JobEstimator:
     def _pass_seconds(self, num_tokens: int) -> float:
         return self.time_of(PassSize(num_tokens, 1, num_tokens)).seconds
 
-    def time_of(self, size: PassSize) -> PassTime:
-        """Predict one pass."""
+    def form_of(self, size: PassSize) -> Hashable:
+        """Return what passes that one graph replays have in common; None: none does."""
+        if self.replayed is None:
+            return None
+        most = max([FEWEST_REPLAYED_ROWS, *self.replayed])
+        num_rows = padded_rows(size.num_samples)
+        if size.num_tokens == size.num_samples:
+            return (num_rows, num_rows, False) if num_rows <= most else None
+        num_tokens = next((each for each in self.replayed if size.num_tokens <= each), None)
+        return None if num_tokens is None or num_rows > most else (num_tokens, padded_segments(size.num_samples), True)
+
+    def time_of(self, size: PassSize, *, is_replayed: bool | None = None) -> PassTime:
+        """Predict one pass.
+
+        Args:
+            is_replayed: whether its form was captured; by default it was if it ever is, as in a server.
+        """
         budget = self.budget
+        if is_replayed is None:
+            is_replayed = self.form_of(size) is not None
         return self.pass_time(
             size.num_tokens,
             size.num_samples,
@@ -190,6 +213,7 @@ class JobEstimator:
             num_parts=-(-size.num_tokens // budget.most_part_tokens),
             lent_bytes=size.num_lent_pages * budget.page_size * self.token_bytes,
             hosted_bytes=self._num_hosted(size) * self.token_bytes if budget.is_hosted else 0,
+            is_replayed=is_replayed,
         )
 
     def _num_hosted(self, size: PassSize) -> int:
@@ -199,3 +223,44 @@ class JobEstimator:
         """
         num_before, page_size = size.num_context - size.num_tokens, self.budget.page_size
         return min(num_before + size.num_samples * page_size // 2, self.budget.num_pages * page_size)
+
+
+class PassTimes:
+    """Predicts passes one after the other: those of a form are launched at first, then captured and replayed.
+
+    Args:
+        estimator: of single passes.
+    """
+
+    def __init__(self, estimator: JobEstimator) -> None:
+        self._estimator = estimator
+        self._seen = Counter[Hashable]()
+        self._counting = threading.Lock()
+        self._num_ended, self._ended_s = 0, 0.0
+
+    def ended_s(self, num_launched: int, sizes: Sequence[PassSize], num_ended: int) -> float:
+        """Return the predicted seconds of all passes that have ended; called by several threads.
+
+        Args:
+            num_launched: passes so far.
+            sizes: of the last of them; the first ``num_ended`` of these have ended.
+        """
+        with self._counting:
+            num_new = num_launched - len(sizes) + num_ended - self._num_ended
+            if num_new > 0:
+                self._num_ended += num_new
+                new = sizes[max(num_ended - num_new, 0) : num_ended]
+                self._ended_s += sum(self.next(size).seconds for size in new)
+            return self._ended_s
+
+    def next(self, size: PassSize) -> PassTime:
+        """Predict the pass that follows those before."""
+        form = self._estimator.form_of(size)
+        if form is not None:
+            self._seen[form] += 1
+            if self._seen[form] > PATIENCE + 1:
+                return self._estimator.time_of(size, is_replayed=True)
+        launched = self._estimator.time_of(size, is_replayed=False)
+        if form is None or self._seen[form] <= PATIENCE:
+            return launched
+        return replace(launched, launch_s=PATIENCE * launched.launch_s)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from zinfer.config.settings import Batching
+from zinfer.config.settings import Batching, Settings
 from zinfer.errors import ConfigError
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.job_estimator import JobEstimator, JobPrediction
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
+from zinfer.planning.pass_sizes import REPLAYED_TOKENS, most_streamed_bytes, replayed_tokens
 from zinfer.planning.placement import Plan
 from zinfer.planning.plan import Case
 from zinfer.planning.simulation import Simulations, simulated_ranks
@@ -235,7 +236,15 @@ class SizedJob:
         if settings.offload.nvme_path is not None and clock.disk_spares_time(token_bytes):
             budget = replace(budget, swaps_to_disk=True)
         latency_s = batching.max_token_latency_s
-        estimator = JobEstimator(budget, window, token_bytes, clock.pass_time, latency_s, clock.num_gathering)
+        estimator = JobEstimator(
+            budget,
+            window,
+            token_bytes,
+            clock.pass_time,
+            latency_s,
+            clock.num_gathering,
+            replayed=_replayed_sizes(case, settings, budget, plan),
+        )
         return cls(case, batching, budget, plan, estimator)
 
     @property
@@ -269,6 +278,16 @@ class SizedJob:
         return JobPlan(
             self.case, self.batching, self.budget, self.plan, job, simulated, seconds, simulations, estimator
         )
+
+
+def _replayed_sizes(case: Case, settings: Settings, budget: BatchingBudget, plan: Plan) -> list[int] | None:
+    """Return the tokens of passes with prompts that an `LLM` captures and replays; None: it replays nothing."""
+    if not case.machine.limits.on_cuda or settings.cuda_graph is False or settings.check_finite or budget.is_hosted:
+        return None
+    if settings.cuda_graph is None and plan.streamed_bytes > most_streamed_bytes(len(plan.homes)):
+        return None
+    largest = max((each.block.layout.numel for each in case.outline.blocks if each.is_layer), default=1)
+    return [size for size in REPLAYED_TOKENS if size <= replayed_tokens(largest)]
 
 
 def plan_sizes(case: Case, batching: Batching, job: Job, simulations: Simulations) -> JobPlan:

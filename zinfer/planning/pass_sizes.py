@@ -26,9 +26,22 @@ PIECE_PARTS: Final = 4
 REPLAYED_TOKENS: Final = (64, 128, 256, 512, 1024)
 """Of passes with prompts that a graph replays; others are padded to these."""
 MOST_REPLAYED_TOKENS: Final = REPLAYED_TOKENS[-1]
+_SEGMENTS: Final = (16, 64, 128, 256, 512, MOST_REPLAYED_TOKENS)
 _FEW_LOGIT_ROWS: Final = 64
 _RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
 
+
+_LAUNCHED_PRODUCTS: Final = 300_000_000_000
+"""Tokens times a layer's parameters that take a millisecond at 600 TFLOP/s, about as long as Python takes to launch a
+layer of a pass with prompts."""
+_MOST_STREAMED_BYTES: Final = 64 << 20
+"""Streamed bytes per pass and block above which graphs do not help: the link takes more than a millisecond for them,
+Python 0.6 ms to launch a layer."""
+FEWEST_REPLAYED_ROWS: Final = 64
+"""Decodes of a pass that are replayed wherever anything is."""
+PATIENCE: Final = 8
+"""Launches of a pass before its form is captured, which takes as long as some seven replays save (48 layers: 180 ms for
+25 ms each); where a job's rows end one by one, most forms come once or twice."""
 
 _SHORT_PASS_TOKENS: Final = 1024  # larger passes of Llama-3-8B complete no more tokens a second on an H200
 # Tokens times parameters: 4 ms at 500 TFLOP/s. Python needs longer to schedule hundreds of sequences.
@@ -59,6 +72,33 @@ def round_up(count: int, step: int) -> int:
     if count <= step:
         return 1 << (count - 1).bit_length() if count else 0
     return align_up(count, step)
+
+
+def padded_rows(count: int) -> int:
+    """Return the rows that so many are padded to: a power of two up to 8, then a multiple of 8.
+
+    Above 64, a multiple of an eighth of the next power of two.
+    """
+    return round_up(count, max(8, 1 << (count - 1).bit_length() >> 3))
+
+
+def padded_segments(count: int) -> int | None:
+    """Return the chunks that so many, some of them of prompts, are padded to; None: too many to be replayed."""
+    return next((each for each in _SEGMENTS if count <= each), None)
+
+
+def most_streamed_bytes(num_blocks: int) -> int:
+    """Return the streamed bytes of a pass above which it is not replayed, unless graphs were asked for."""
+    return _MOST_STREAMED_BYTES * num_blocks
+
+
+def replayed_tokens(layer_params: int) -> int:
+    """Return the most tokens of a pass that Python takes longer to launch than the device to compute.
+
+    Args:
+        layer_params: of the largest layer.
+    """
+    return _LAUNCHED_PRODUCTS // max(layer_params, 1)
 
 
 def short_pass_tokens(num_params: int) -> int:

@@ -19,6 +19,7 @@ from zinfer.units import human_bytes
 _MATRIX_SHARE: Final = 0.8
 _DEVICE_MEMORY_SHARE: Final = 0.85
 _HOST_BYTES_PER_S: Final = 20e9  # assumed: what four threads copy on a common server
+_LAUNCH_S: Final = 0.4e-3  # of a plain layer; 0.29 to 0.52 ms on hosts of H200s, assumed for others too
 NOTHING_STATED: Final = Memory()
 
 
@@ -127,6 +128,7 @@ def _of_sheet(sheet: DataSheet) -> Machine:
         device_bytes_per_s=sheet.memory_bytes_per_s * _DEVICE_MEMORY_SHARE,
         flops_per_s=sheet.flops_per_s * _MATRIX_SHARE,
         origin=f"preset {sheet.name}",
+        launch_s=_LAUNCH_S,
     )
     return Machine(sheet.name, limits, memory_bytes, replace(rates, **_MEASURED.get(sheet.name, {})))
 

@@ -1,13 +1,14 @@
 """Predict how long a pass takes, before anything runs: pure arithmetic over a plan, rates and a request.
 
-    pass_seconds = max(disk, link, host copies, matrix work, device memory)
+    pass_seconds = max(disk, link, host copies, matrix work, device memory, Python)
 
 Each term is the work of one resource divided by its rate. Resources overlap, so the slowest one determines the pass.
 Only attention does not overlap with the products around it: reading the KV cache counts for both terms. Streaming
 continues from one pass into the next, so the pipeline fills only once, in the first pass. Each of several ranks copies
 its range of what streams over its own link, and gathers the slabs that are divided; the disk and the host's memory they
-share. Sums over tensor ranks overlap with no products. Not modelled: kernel launches, the latency of sums, and waits
-for a free slot while a lane has work (with one block much larger than the others, or with homes on disk and host).
+share. Sums over tensor ranks overlap with no products. Python launches the kernels of every layer, unless a captured
+pass is replayed; a GPU computes meanwhile, a CPU does not. Not modelled: the latency of sums, and waits for a free slot
+while a lane has work (with one block much larger than the others, or with homes on disk and host).
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from zinfer.planning.placement import Plan
 from zinfer.probe.rates import Rates
 from zinfer.units import duration
 
+LAUNCHING: Final = "Python launching"
+"""The host's own work for a pass, as one of `PassTime.terms`."""
 _FLOPS_PER_PARAMETER: Final = 2  # a product and a sum
 # Appending a token reads and writes all of transformers' DynamicCache; then the attention reads it.
 _CACHE_TOUCHES: Final = 3
@@ -37,6 +40,13 @@ _LINK_TOUCHES: Final = 4
 _GATHER_TOUCHES: Final = 2
 # What turns cost for each gathered block beside its copies: 1.9 ms on two H200, whose gathers took 1.7 ms.
 _TURN_S: Final = 2e-3
+# Host seconds in plain layers (`zinfer.probe.measure.measure_launch`: 0.29 to 0.52 ms on three hosts of H200s). There a
+# layer of an `LLM` took 2.1 to 5 of them, with experts 4.1 to 6; a pass 1.3 to 2 ms beside them, with 2 to 4
+# microseconds for each sequence (`benchmarks/launches.py`, and 8 layers of Llama-3-70B's width).
+_LAYER_LAUNCHES: Final = 4.0
+_EXPERTS_LAUNCHES: Final = 7.0
+_PASS_LAUNCHES: Final = 3.0
+_SEQUENCE_LAUNCHES: Final = 6e-3
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,8 @@ class PassTime:
 
     ``device_s``: reading weights and KV cache; ``cache_s``: the cache's part of it; ``between_s``: work between
     products, that is activations, dequantization, attention over prompts, and the slowdown by concurrent copies;
-    ``gather_s``: slabs made whole from the ranges of all ranks; ``reduce_s``: sums over tensor ranks.
+    ``gather_s``: slabs made whole from the ranges of all ranks; ``reduce_s``: sums over tensor ranks; ``launch_s``:
+    Python's own, in which the device computes unless ``shares_host``.
     """
 
     num_tokens: int
@@ -58,16 +69,26 @@ class PassTime:
     between_s: float = 0.0
     gather_s: float = 0.0
     reduce_s: float = 0.0
+    launch_s: float = 0.0
+    shares_host: bool = False
 
     @property
     def terms(self) -> dict[str, float]:
-        """Seconds by the resource's name; gathers only if there are any."""
+        """Seconds by the resource's name; gathers only if there are any.
+
+        Where the host computes too, the larger of its two works counts with the other.
+        """
+        work_s = self.matrix_s + self.cache_s + self.between_s + self.reduce_s
+        launch_s, whole_s = self.launch_s, work_s + self.launch_s
+        if self.shares_host:
+            work_s, launch_s = (whole_s, launch_s) if launch_s <= work_s else (work_s, whole_s)
         terms = {
             "disk": self.disk_s,
             "link": self.link_s,
             "host copies": self.host_s,
-            "matrix work": self.matrix_s + self.cache_s + self.between_s + self.reduce_s,
+            "matrix work": work_s,
             "device memory": self.device_s,
+            LAUNCHING: launch_s,
         }
         return terms | ({"gathers": self.gather_s} if self.gather_s else {})
 
@@ -136,6 +157,7 @@ class PassClock:
         self._nbytes = sum(each.block.nbytes for each in work)
         self._between_bytes = sum(each.between_bytes for each in work)
         self._query_width = sum(each.query_width for each in work)
+        self._layer_launches = sum(_EXPERTS_LAUNCHES if each.has_experts else _LAYER_LAUNCHES for each in layers)
         streamed = [(each, home) for each, home in zip(work, plan.homes, strict=True) if home.tier is not Tier.DEVICE]
         streamed.sort(
             key=lambda entry: entry[1].tier is not Tier.DISK
@@ -174,17 +196,19 @@ class PassClock:
         num_parts: int = 1,
         lent_bytes: int = 0,
         hosted_bytes: int = 0,
+        is_replayed: bool = False,
     ) -> PassTime:
         """Predict one pass.
 
         Args:
             num_tokens: tokens that the layers compute.
-            num_rows: tokens that the head computes.
+            num_rows: tokens that the head computes, each of a sequence that is scheduled and sampled.
             cache_bytes: KV-cache bytes read.
             num_pairs: pairs of a prompt token and a token it attends to; decode tokens only read the cache.
             num_parts: parts of the pass that a layer computes one after the other.
             lent_bytes: idle KV-cache memory on the device that caches blocks.
             hosted_bytes: KV-cache bytes copied from host memory; write-backs use the link's other direction.
+            is_replayed: a captured pass is replayed, whose layers Python need not launch.
         """
         rates = self._rates
         num_staying = 0 if self.num_gathering > 1 or not self._slot_bytes else lent_bytes // self._slot_bytes
@@ -198,6 +222,7 @@ class PassClock:
         if num_rows > MOST_FUSED_TOKENS:
             moved_bytes += self._others_dequantized_bytes
         attention_flops = 2 * _FLOPS_PER_PARAMETER * num_pairs * self._query_width
+        launches = (0 if is_replayed else num_parts * self._layer_launches) + _SEQUENCE_LAUNCHES * num_rows
         return PassTime(
             num_tokens=num_tokens,
             disk_s=disk_bytes / rates.disk_bytes_per_s,
@@ -209,6 +234,8 @@ class PassClock:
             between_s=moved_bytes / rates.device_bytes_per_s + attention_flops / (_ATTENTION_SHARE * rates.flops_per_s),
             gather_s=self._turns_s + _seconds(gathered_bytes, rates.gather_bytes_per_s),
             reduce_s=_seconds(num_tokens * self._reduced_bytes, rates.all_reduce_bytes_per_s),
+            launch_s=(_PASS_LAUNCHES + launches) * rates.launch_s,
+            shares_host=rates.shares_host,
         )
 
     def predict(self, request: Request, footprint: Footprint) -> Prediction:

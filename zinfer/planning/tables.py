@@ -14,7 +14,7 @@ from zinfer.planning.job_plan import Job, JobPlan
 from zinfer.planning.latency import ServingLatency, describe_latency, predict_latency
 from zinfer.planning.plan import BatchPlan, Case
 from zinfer.planning.presets import PRESETS, Machine
-from zinfer.planning.step_time import PassTime, speed
+from zinfer.planning.step_time import LAUNCHING, PassTime, speed
 from zinfer.units import duration, human_bytes
 
 _BOUND_BY: Final = {
@@ -23,6 +23,7 @@ _BOUND_BY: Final = {
     "host copies": "copies in host memory",
     "device memory": "the GPU's memory",
     "gathers": "copies among ranks",
+    LAUNCHING: "Python, which launches the kernels",
 }
 """The resources of `PassTime.terms` in a sentence; others as they are."""
 

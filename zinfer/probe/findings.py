@@ -19,7 +19,7 @@ from zinfer.probe.rates import Rates
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Version of the JSON form; others are refused."""
 
 
@@ -35,7 +35,7 @@ class Findings:
         ranks: what several processes reach at once, an entry for each number of them.
     """
 
-    version: Literal[1]
+    version: Literal[2]
     taken_on: date
     card: MachineCard
     devices: tuple[DeviceFindings, ...]

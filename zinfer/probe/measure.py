@@ -8,18 +8,24 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import torch
 from pydantic import Field
+from torch import nn
+from torch.nn import functional
 
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.card import PcieLink
 from zinfer.probe.rates import Rates
 from zinfer.probe.sizes import Sizes
 
-PerSecond = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""A measured rate: positive and finite."""
+Measured = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A measured figure: positive and finite."""
+
+_PLAIN_WIDTH: Final = 64
+_PLAIN_TOKENS: Final = 8
+_NUM_PLAIN_LAYERS: Final = 24
 
 LinkKind = Literal["pinned copies", "pageable copies", "host copies"]
 
@@ -49,8 +55,8 @@ class MemoryRates:
     """Bytes copied per second with one thread and with torch's ``num_threads``."""
 
     num_threads: int
-    copy_one_bytes_per_s: PerSecond
-    copy_all_bytes_per_s: PerSecond
+    copy_one_bytes_per_s: Measured
+    copy_all_bytes_per_s: Measured
 
 
 def measure_memory(nbytes: int, *, repeats: int) -> MemoryRates:
@@ -80,9 +86,9 @@ class LinkRates:
 
     kind: LinkKind
     nbytes: int
-    to_device_bytes_per_s: PerSecond
-    from_device_bytes_per_s: PerSecond | None
-    both_ways_bytes_per_s: PerSecond | None
+    to_device_bytes_per_s: Measured
+    from_device_bytes_per_s: Measured | None
+    both_ways_bytes_per_s: Measured | None
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class LinksTogether:
     """Total rate of the first ``num_devices`` devices, each copying from its own host memory at the same time."""
 
     num_devices: int
-    to_device_bytes_per_s: PerSecond
+    to_device_bytes_per_s: Measured
 
 
 def measure_link(device: torch.device, nbytes: int, *, repeats: int) -> LinkRates:
@@ -185,17 +191,54 @@ def measure_matmul(device: torch.device, width: int, dtype: torch.dtype, *, num_
     return 2 * width**3 * num_matmuls / median_seconds(multiply, [device], repeats=repeats)
 
 
+def measure_launch(device: torch.device, *, repeats: int) -> float:
+    """Return the seconds in which Python launches a plain decoder layer of torch's own modules, for a few tokens.
+
+    A GPU computes it sooner than that, a CPU meanwhile.
+    """
+    layer = _PlainLayer().to(device).eval().requires_grad_(False)
+    tokens = torch.zeros(_PLAIN_TOKENS, _PLAIN_WIDTH, device=device)
+
+    @torch.inference_mode()
+    def launch() -> None:
+        hidden = tokens
+        for _ in range(_NUM_PLAIN_LAYERS):
+            hidden = layer(hidden)
+
+    return median_seconds(launch, [device], repeats=repeats) / _NUM_PLAIN_LAYERS
+
+
+class _PlainLayer(nn.Module):
+    """Two norms, four projections around an attention, and a feed-forward, as narrow as can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(_PLAIN_WIDTH) for _ in range(2))
+        self.projections = nn.ModuleList(nn.Linear(_PLAIN_WIDTH, _PLAIN_WIDTH) for _ in range(7))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value, out, gate, up, down = self.projections
+        normed = self.norms[0](hidden)
+        heads = [each(normed).view(-1, 1, _PLAIN_WIDTH).transpose(0, 1) for each in (query, key, value)]
+        attended = functional.scaled_dot_product_attention(*heads)
+        hidden = hidden + out(attended.transpose(0, 1).reshape(-1, _PLAIN_WIDTH))
+        normed = self.norms[1](hidden)
+        summed: torch.Tensor = hidden + down(functional.silu(gate(normed)) * up(normed))
+        return summed
+
+
 @dataclass(frozen=True)
 class DeviceFindings:
     """Findings of a GPU, or of the CPU. ``copy_bytes_per_s``: device memory, reads plus writes; ``flops_per_s``: dense
-    products in ``dtype``; ``pcie``: None if unknown."""
+    products in ``dtype``; ``pcie``: None if unknown; ``launch_s``: of `measure_launch`."""
 
     name: str
     link: LinkRates
-    copy_bytes_per_s: PerSecond
-    flops_per_s: PerSecond
+    copy_bytes_per_s: Measured
+    flops_per_s: Measured
     dtype: str
     pcie: PcieLink | None
+    launch_s: Measured
 
     def rates(self, *, host_bytes_per_s: float, disk_bytes_per_s: float, origin: str) -> Rates:
         """Return the planner's rates, with those of host memory and a disk."""
@@ -206,6 +249,8 @@ class DeviceFindings:
             device_bytes_per_s=self.copy_bytes_per_s,
             flops_per_s=self.flops_per_s,
             origin=origin,
+            launch_s=self.launch_s,
+            shares_host=self.link.kind == "host copies",
         )
 
 
@@ -222,6 +267,7 @@ def measure_device(device: torch.device, name: str, sizes: Sizes, pcie: PcieLink
             ),
             dtype=str(dtype).removeprefix("torch."),
             pcie=pcie,
+            launch_s=measure_launch(device, repeats=sizes.repeats),
         )
     finally:
         if device.type == "cuda":

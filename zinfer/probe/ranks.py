@@ -15,7 +15,7 @@ from typing import Final, Literal
 import torch
 
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.probe.measure import PerSecond, settle
+from zinfer.probe.measure import Measured, settle
 from zinfer.probe.sizes import Sizes
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.ranks.numa import gpu_node
@@ -45,9 +45,9 @@ class RankRates:
     num_hosts: int
     backend: Literal["nccl", "gloo"]
     nbytes: int
-    to_device_bytes_per_s: PerSecond
-    gather_bytes_per_s: PerSecond
-    all_reduce_bytes_per_s: PerSecond
+    to_device_bytes_per_s: Measured
+    gather_bytes_per_s: Measured
+    all_reduce_bytes_per_s: Measured
     nodes: tuple[int | None, ...]
     joined_by: tuple[tuple[str, ...], ...]
 

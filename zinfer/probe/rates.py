@@ -29,6 +29,8 @@ class Rates:
         gather_bytes_per_s: slabs that each of several ranks makes whole from all their ranges; None: not known.
         all_reduce_bytes_per_s: tensors that several ranks sum up; None: not known.
         links_together: (number of links of one host, bytes per second of all of them at once), by number.
+        launch_s: in which Python launches a plain layer (`zinfer.probe.measure.measure_launch`); 0: not known.
+        shares_host: whether the host itself computes what it launches.
     """
 
     link_bytes_per_s: float
@@ -40,6 +42,8 @@ class Rates:
     gather_bytes_per_s: float | None = None
     all_reduce_bytes_per_s: float | None = None
     links_together: tuple[tuple[int, float], ...] = ()
+    launch_s: float = 0.0
+    shares_host: bool = False
 
     @property
     def joins_devices(self) -> bool:
