@@ -218,7 +218,7 @@ def mesh_lines(case: Case, found: Sequence[MeshPlan], num_hosts: int, chosen: Me
             f"no rates of {' and '.join(names)} among these ranks, so {taken}; `zinfer probe --ranks` measures"
         )
     if any(each.mesh.pipeline > 1 for each in found):
-        lines.append("stages of a pipeline: what they send each other is not counted, nor what Python takes for a pass")
+        lines.append("stages of a pipeline: what they send each other is not counted")
     if num_hosts > 1:
         lines.append("between machines only replicas and stages are compared: the rate of the network is not known")
     return lines
