@@ -1,13 +1,71 @@
-"""A pool with a fixed number of threads, all started before the first call, so that no start can fail later."""
+"""Threads of which none ends unseen: one with a work of its own, or a pool that takes calls.
 
+[Note: no thread ends unseen] Python prints the error that ends a thread, and whoever waits for that thread waits for
+ever; of an error in a future's callback it only writes a log line. So every thread is started by `start_thread` and
+every callback is added by `when_done`, which demand the function that tells whoever waits.
+"""
+
+import os
 import queue
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
-from typing import Any, TypeVar
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 Result = TypeVar("Result")
+Failed: TypeAlias = Callable[[BaseException], object]
+
+_EXIT_CODE: Final = 1
+
+
+def start_thread(name: str, work: Callable[[], object], failed: Failed, *, daemon: bool = True) -> threading.Thread:
+    """Start a thread ([Note: no thread ends unseen]).
+
+    Args:
+        work: what the thread does.
+        failed: called on the thread with the error that has ended the work; tells whoever waits for the thread. If it
+            fails too, the process ends (`end_process`).
+
+    Raises:
+        RuntimeError: the thread cannot be started.
+    """
+    thread = threading.Thread(target=_run, args=(work, failed), name=name, daemon=daemon)
+    thread.start()
+    return thread
+
+
+def when_done(future: "Future[Result]", call: Callable[["Future[Result]"], object], failed: Failed) -> None:
+    """Call with a future once it is done, on the thread that ends it, or at once; ``failed`` as in `start_thread`."""
+    future.add_done_callback(lambda done: _run(partial(call, done), failed))
+
+
+def call_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Make calls in their order, all of them even if some fail; the error of the last one that does is raised."""
+    with ExitStack() as owned:
+        for call in reversed([*calls]):
+            owned.callback(call)
+
+
+def end_process(failure: BaseException) -> NoReturn:
+    """End this process at once, with the error on stderr and exit code 1: others wait for what nobody does any more."""
+    name, text = threading.current_thread().name, "".join(traceback.format_exception(failure))
+    said = f"{text}zinfer: error: {name} failed, for which others wait: {type(failure).__name__}: {failure}\n"
+    with suppress(OSError):  # not by print: another thread may hold the stream
+        os.write(2, said.encode(errors="backslashreplace"))
+    os._exit(_EXIT_CODE)
+
+
+def _run(work: Callable[[], object], failed: Failed) -> None:
+    try:
+        work()
+    except BaseException as failure:
+        try:
+            failed(failure)
+        except BaseException as error:
+            end_process(error)
 
 
 class Pool:
@@ -24,13 +82,12 @@ class Pool:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
+        self._failure: BaseException | None = None
         self.num_threads = num_threads
         self._threads: list[threading.Thread] = []
         try:
             for number in range(num_threads):
-                thread = threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._threads.append(start_thread(f"{name}-{number}", self._work, self._fail))
         except BaseException:
             self.close()
             raise
@@ -39,10 +96,12 @@ class Pool:
         """Queue a call; its future is cancelled if the pool is closed before the call starts.
 
         Raises:
-            RuntimeError: the pool is closed.
+            RuntimeError: the pool is closed, or a thread of it has failed.
         """
         future: Future[Result] = Future()
         with self._lock:
+            if self._failure is not None:
+                raise RuntimeError("a thread of the pool has failed") from self._failure
             if self._is_closed:
                 raise RuntimeError("the pool is closed")
             self._calls.put((future, call))
@@ -52,11 +111,8 @@ class Pool:
         """Cancel calls not started, wait for those under way, end the threads; may be called again."""
         with self._lock:
             self._is_closed = True
-        with suppress(queue.Empty):
-            while True:
-                item = self._calls.get_nowait()
-                if item is not None:
-                    item[0].cancel()
+        for future in self._drop_calls():
+            future.cancel()
         self._calls.put(None)  # each thread passes it on
         for thread in self._threads:
             thread.join()
@@ -74,3 +130,22 @@ class Pool:
                     future.set_result(result)
             del item, future, call  # or their buffers would stay alive while the thread waits
         self._calls.put(None)
+
+    def _fail(self, failure: BaseException) -> None:
+        """Take no more calls; those not started raise the error that has ended a thread."""
+        with self._lock:
+            self._failure = failure
+        for future in self._drop_calls():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(failure)
+        self._calls.put(None)
+
+    def _drop_calls(self) -> list["Future[Any]"]:
+        """Take the calls not started out of the queue."""
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                item = self._calls.get_nowait()
+                if item is not None:
+                    found.append(item[0])
+        return found

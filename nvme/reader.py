@@ -18,6 +18,7 @@ from typing import Final
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
 from zinfer.nvme.backend import Backend, Buffer, OpenFile
 from zinfer.nvme.file_identity import FileIdentity
+from zinfer.nvme.pool import when_done
 from zinfer.nvme.threads import ThreadsBackend
 
 DEFAULT_BLOCK_BYTES: Final = 1 << 20
@@ -149,10 +150,10 @@ class Reader:
         for chunk in chunks:
             try:
                 task = source.file.start(chunk.buffer, chunk.offset)
-            except RuntimeError as error:  # closed meanwhile; chunks under way may still write to the buffer
+            except Exception as error:  # closed meanwhile, perhaps; chunks under way may still write to the buffer
                 request.tick(error)
             else:
-                task.add_done_callback(partial(self._finish_chunk, request, chunk))
+                when_done(task, partial(self._finish_chunk, request, chunk), request.tick)
         return request.future
 
     def read(self, path: Path, offset: int, buffer: Buffer, required: int | None = None) -> None:
@@ -202,9 +203,10 @@ class Reader:
         if error is not None:
             request.tick(DiskReadError.of(error, request.path, chunk.offset) if isinstance(error, OSError) else error)
             return
+        shortfall = request.source.shortfall(chunk, task.result())
         with self._lock:
             self._bytes_read += task.result()
-        request.tick(request.source.shortfall(chunk, task.result()))
+        request.tick(shortfall)
 
 
 class _Request:

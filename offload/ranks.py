@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from zinfer.nvme.pool import start_thread
 from zinfer.offload.block import Block
 from zinfer.offload.partition import Partition
 from zinfer.offload.slots import Slot
@@ -145,8 +146,7 @@ class GatherLane:
         self._queue: queue.SimpleQueue[GatheredTransfer | None] = queue.SimpleQueue()
         self.gathered_bytes = 0
         ranks.on_failure(self._fail)
-        self._thread = threading.Thread(target=self._run, name="zinfer-gather", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("zinfer-gather", self._run, self._lose)
 
     def begin(self, block: Block, source: Source, slot: Slot, stream: CopyStream) -> GatheredTransfer:
         """Return the transfer of this rank's range into a slot, queued to be gathered there; the caller submits it.
@@ -175,12 +175,7 @@ class GatherLane:
 
     def _run(self) -> None:
         while (transfer := self._queue.get()) is not None:
-            try:
-                gathered = self._gather(transfer)
-            except BaseException as failure:  # raised where the transfer is waited for, on all ranks
-                self._ranks.fail(failure)
-                self._fail(failure)
-                return
+            gathered = self._gather(transfer)
             with self._lock:
                 if self._failure is not None:
                     return
@@ -199,6 +194,13 @@ class GatherLane:
         if self._trace is not None and begin is not None:
             self._trace.add_between("gather", transfer.name, begin, gathered)
         return gathered
+
+    def _lose(self, failure: BaseException) -> None:
+        """Let the error be raised where transfers are waited for, on all ranks."""
+        try:
+            self._ranks.fail(failure)
+        finally:
+            self._fail(failure)
 
     def _fail(self, failure: BaseException) -> None:
         with self._lock:

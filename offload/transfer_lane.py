@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from zinfer.nvme.pool import end_process, start_thread
 from zinfer.offload.staging import StagingRing, StagingSlot
 from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.trace import Trace
@@ -54,9 +55,7 @@ class TransferLane:
         self._threads: list[threading.Thread] = []
         try:
             for role, work in (("load", self._load_transfers), ("send", self._send_parts)):
-                thread = threading.Thread(target=work, name=f"zinfer-{name}-{role}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._threads.append(start_thread(f"zinfer-{name}-{role}", work, end_process))
         except BaseException:  # the thread limit is reached
             self.close()
             raise
@@ -89,7 +88,10 @@ class TransferLane:
 
     def _load_transfers(self) -> None:
         while (transfer := self._transfers.get()) is not None:
-            self._load_parts(transfer)
+            try:
+                self._load_parts(transfer)
+            except BaseException as failure:  # the thread must live: others wait for their transfers
+                transfer.fail(failure)
             self._parts.put(_Part(transfer))
         self._parts.put(None)
 
@@ -118,8 +120,10 @@ class TransferLane:
                 self._finish(part.transfer)
                 continue
             # Every read must be over before the staging slot is reused, even after a failure.
-            for failure in [read.exception() for read in part.loading]:
-                if failure is not None:
+            for read in part.loading:
+                try:
+                    read.result()
+                except BaseException as failure:  # or it was cancelled
                     part.transfer.fail(failure)
             loaded_at_s = part.transfer.loaded_at_s = time.perf_counter()
             self._trace_load(part, max(part.begun_at_s, last_loaded_s), loaded_at_s)
@@ -127,9 +131,12 @@ class TransferLane:
             self._send(part)
 
     def _send_unstaged(self, transfer: Transfer) -> None:
-        for number in range(transfer.source.num_parts):
-            if not self._gives_up(transfer):
-                self._send(_Part(transfer, number))
+        try:
+            for number in range(transfer.source.num_parts):
+                if not self._gives_up(transfer):
+                    self._send(_Part(transfer, number))
+        except BaseException as failure:  # as above
+            transfer.fail(failure)
         self._finish(transfer)
 
     def _gives_up(self, transfer: Transfer) -> bool:
@@ -143,7 +150,7 @@ class TransferLane:
         try:
             if self._trace is not None and part.staging is not None:
                 self._trace.add(self._name, part.transfer.name, begun_at_s, loaded_at_s)
-        except BaseException as failure:  # the thread must live: others wait for their transfers
+        except BaseException as failure:  # as above
             part.transfer.fail(failure)
 
     def _send(self, part: _Part) -> None:

@@ -2,8 +2,9 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -96,6 +97,23 @@ def may_import(room: str, target: str) -> bool:
 
 def faults(room: str, name: str, tree: ast.AST) -> list[str]:
     return [f"{name}:{line} imports {target}" for line, target in imports(tree) if not may_import(room, target)]
+
+
+def product_calls(*endings: str) -> Iterator[tuple[str, ast.Call]]:
+    """All calls in the product of a function or method with one of these names, each with its module's name."""
+    paths = {name: path for room in ROOMS for name, path in sources(room).items()}
+    paths |= {f"zinfer.{path.stem}": path for path in (ROOT / "zinfer").glob("*.py")}
+    for name, path in paths.items():
+        text = path.read_text()
+        if any(each in text for each in endings):
+            yield from ((name, call) for call in calls(ast.parse(text, str(path)), endings))
+
+
+def calls(tree: ast.AST, endings: Container[str]) -> Iterator[ast.Call]:
+    """Calls of a function or method with one of these names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in endings:
+            yield node
 
 
 def test_each_folder_of_the_package_has_its_place_in_the_order() -> None:
@@ -202,3 +220,32 @@ def test_each_room_is_linked_into_the_package(room: str) -> None:
     link = ROOT / "zinfer" / room
     assert link.is_symlink()
     assert link.readlink() == Path("..") / room
+
+
+STARTING: Final = {
+    "Thread": "start_thread",
+    "Timer": "start_thread",
+    "start_new_thread": "start_thread",
+    "add_done_callback": "when_done",
+}
+"""What starts work whose error nobody hears, and what to call instead ([Note: no thread ends unseen])."""
+HELPERS: Final = "zinfer.nvme.pool"
+
+
+def test_threads_are_started_where_none_ends_unseen() -> None:
+    found = [(name, ast.unparse(call.func)) for name, call in product_calls(*STARTING) if name != HELPERS]
+    assert found == [], f"call {set(STARTING.values())} of {HELPERS}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "threading.Thread(target=work, daemon=True).start()",
+        "Thread(target=work).start()",
+        "Timer(1, work).start()",
+        "_thread.start_new_thread(work, ())",
+        "pool.submit(work).add_done_callback(call)",
+    ],
+)
+def test_a_planted_thread_is_found(line: str) -> None:
+    assert len([*calls(ast.parse(line), STARTING)]) == 1

@@ -3,6 +3,7 @@
 A thread of its own writes; the work only sets numbers on its meter, so that nothing waits for the display.
 """
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -16,7 +17,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from zinfer.nvme.pool import start_thread
+
 HEARTBEAT_S: Final = 10.0
+log = logging.getLogger("zinfer")
 
 
 class LastingStream:
@@ -144,9 +148,11 @@ def _heartbeat(progress: Progress, console: Console, interval_s: float) -> Itera
         while not ended.wait(interval_s):
             print_text(console, progress.line())
 
+    def fail(failure: BaseException) -> None:
+        log.error("the progress is not shown any more", exc_info=failure)
+
     # A daemon, so that a process that ends by a signal in an odd place does not wait for the display.
-    thread = threading.Thread(target=beat, name="zinfer-heartbeat", daemon=True)
-    thread.start()
+    thread = start_thread("zinfer-heartbeat", beat, fail)
     try:
         yield
     finally:

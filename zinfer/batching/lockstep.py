@@ -17,7 +17,6 @@ The first rank is ahead of the device by a pass, so the message costs no time th
 the first rank scheduled and sampled so far; a rank that finds another ends all, rather than hang or answer wrongly.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple, TypeAlias
@@ -27,6 +26,7 @@ from zinfer.batching.agreement import agree
 from zinfer.batching.handle import Handle
 from zinfer.batching.request import SentRequest
 from zinfer.errors import RankError
+from zinfer.nvme.pool import start_thread
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.ranks.member_links import open_member_links
 from zinfer.ranks.model_ranks import ModelRanks
@@ -90,8 +90,7 @@ class Leader:
         self._numbers: WeakKeyDictionary[Handle, int] = WeakKeyDictionary()
         self._num_calls = 0
         self._is_over = False
-        self._watcher = threading.Thread(target=self._watch, name="zinfer-lockstep", daemon=True)
-        self._watcher.start()
+        self._watcher = start_thread("zinfer-lockstep", self._watch, self._lose)
 
     def admit(self, handle: Handle) -> None:
         """Note that a call starts."""
@@ -160,6 +159,10 @@ class Leader:
         if not self._is_over:
             self._ranks.fail(self._ranks.find_cause(EOFError("its connection ended")))
 
+    def _lose(self, failure: BaseException) -> None:
+        if not self._is_over:
+            self._ranks.fail(failure)
+
 
 class Follower:
     """Another rank's side: it receives the first rank's steps.
@@ -199,10 +202,8 @@ class Follower:
                         return
             except (EOFError, OSError) as error:
                 lose(self._ranks.find_cause(error))
-            except BaseException as failure:  # of reading it
-                lose(failure)
 
-        threading.Thread(target=listen, name="zinfer-lockstep", daemon=True).start()
+        start_thread("zinfer-lockstep", listen, lose)
 
     def check(self, step: Step) -> None:
         """Compare what this rank has computed with the first one.

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
 from typing import Final, Protocol
@@ -27,6 +26,7 @@ from zinfer.batching.handle import Event, Handle, Token
 from zinfer.batching.lockstep import Leader
 from zinfer.batching.request import Request
 from zinfer.errors import PlanError, RankError
+from zinfer.nvme.pool import call_all, start_thread
 from zinfer.requests.completion import Completion
 from zinfer.scheduling.pass_order import PassOrder
 
@@ -74,8 +74,7 @@ class ServingLoop:
         self._over.acquire()
         if device.type == "cuda":  # the weights were loaded on other streams
             torch.cuda.synchronize(device)
-        self._thread = threading.Thread(target=self._run, args=(device,), name="zinfer-serve", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("zinfer-serve", partial(self._run, device), self._end_with)
         if leader is not None:
             leader.on_failure(lambda failure: self._commands.put(lambda: None))  # the loop looks
 
@@ -98,8 +97,16 @@ class ServingLoop:
         Raises:
             RuntimeError: requests are under way; or as `submit`.
         """
-        done: Future[RuntimeError | None] = Future()
-        self._post(lambda: done.set_result(self._drop_prefixes()))
+        done: Future[BaseException | None] = Future()
+
+        def drop() -> None:
+            try:
+                done.set_result(self._drop_prefixes())
+            except BaseException as error:
+                done.set_result(error)
+                raise
+
+        self._post(drop)
         if (failure := done.result()) is not None:
             raise failure
 
@@ -168,18 +175,19 @@ class ServingLoop:
         except BaseException as failure:  # `abort` failed too: raised by the next call or `close`
             self._failure = error = failure
         self.stop()
-        while not self._commands.empty():
-            self._commands.get()()
-        self._end_all(error)
         try:
-            with ExitStack() as owned:
-                for close in self._closers:
-                    owned.callback(close)
-        except BaseException as failure:  # as above
-            self._failure = failure
+            call_all([self._take_rest, partial(self._end_all, error), *reversed(self._closers)])
         finally:
             del error
-            self._over.release()
+        self._over.release()
+
+    def _end_with(self, failure: BaseException) -> None:
+        """Let the next call or `close` raise an error of the end."""
+        self._failure = failure
+        self._over.release()
+
+    def _take_rest(self) -> None:
+        call_all([self._commands.get() for _ in range(self._commands.qsize())])
 
     def _serve(self) -> None:
         num_taken = 0  # commands since the last pass
@@ -210,9 +218,13 @@ class ServingLoop:
             self._deliver(request, event)
 
     def _admit(self, handle: Handle) -> None:
-        if self._leader is not None:
-            self._leader.admit(handle)
-        self._begin(handle)
+        try:
+            if self._leader is not None:
+                self._leader.admit(handle)
+            self._begin(handle)
+        except BaseException as error:  # or, not being among those under way, it would hear of nothing
+            handle.put(error)
+            raise
 
     def _begin(self, call: Call) -> None:
         if self._handles and (self._batcher.has_known or any(each.known_ids is not None for each in call.requests)):

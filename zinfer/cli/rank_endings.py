@@ -14,6 +14,8 @@ from typing import Final
 
 import psutil
 
+from zinfer.errors import JobError
+from zinfer.nvme.pool import start_thread
 from zinfer.ranks.environment import host_name
 from zinfer.ranks.sockets import SILENCE_S
 
@@ -97,8 +99,12 @@ def killing_silent_ranks(file: Path, num_ranks: int, kept: Callable[[], str]) ->
     Args:
         file: of `note_ending`.
         kept: returns a message on what the same command can resume from.
+
+    Raises:
+        JobError: they could not be watched any more, and were killed for that.
     """
     over = threading.Event()
+    failures: list[BaseException] = []
 
     def look() -> None:
         ranks: dict[int, psutil.Process] = {}
@@ -117,13 +123,23 @@ def killing_silent_ranks(file: Path, num_ranks: int, kept: Callable[[], str]) ->
                     if (is_stopped or rank in silent) and process.is_running():
                         os.killpg(process.pid, signal.SIGKILL)  # each rank has a session of its own
 
-    looking = threading.Thread(target=look, name="zinfer-silent-ranks", daemon=True)
-    looking.start()
+    def fail(failure: BaseException) -> None:
+        failures.append(failure)
+        while not over.is_set():  # also those that start later
+            for process in _own_ranks().values():
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            over.wait(_LOOK_S)
+
+    looking = start_thread("zinfer-silent-ranks", look, fail)
     try:
         yield
     finally:
         over.set()
         looking.join()
+        if failures:
+            why = f"{type(failures[0]).__name__}: {failures[0]}"
+            raise JobError(f"the ranks could not be watched and were ended ({why}). {kept()}") from failures[0]
 
 
 def _own_ranks() -> dict[int, psutil.Process]:

@@ -13,11 +13,10 @@ import struct
 from codecs import utf_8_decode
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
-from threading import Thread
 from typing import Final
 
 import torch
@@ -28,6 +27,7 @@ from zinfer import __version__
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.errors import ConfigError
+from zinfer.nvme.pool import start_thread
 from zinfer.nvme.temporary_folder import temporary_folder
 
 log = logging.getLogger("zinfer")
@@ -120,7 +120,8 @@ def _text(head: bytes) -> str:
 @cache
 def ensure_kernel_cache() -> None:
     """Let kernels be compiled for this process alone where its folder cannot be written; a warning says so."""
-    Thread(target=triton_key, name="zinfer-triton-key", daemon=True).start()  # 0.3 s before the first kernel otherwise
+    # 0.3 s before the first kernel otherwise, which raises what fails here
+    start_thread("zinfer-triton-key", triton_key, partial(log.warning, "Triton's files cannot be hashed: %s"))
     try:
         check_kernel_cache()
     except ConfigError as error:

@@ -10,7 +10,6 @@ it: where passes of many prompts follow passes of few, each rank would wait for 
 of all is left to this rank's own first pass, too.
 """
 
-import threading
 import time
 from contextlib import AbstractContextManager
 from typing import Final
@@ -18,6 +17,7 @@ from typing import Final
 import torch
 
 from zinfer.errors import RankError
+from zinfer.nvme.pool import start_thread
 from zinfer.offload.stream import Event
 from zinfer.offload.streamer import Streamer
 from zinfer.ranks.model_ranks import ModelRanks
@@ -48,8 +48,8 @@ class RankService:
         self._closing = False
         self._last_call: Event | None = None
         self._asked_since_s: float | None = None
-        self._thread = threading.Thread(target=self._run, name="zinfer-rank-service", daemon=True)
-        self._thread.start()
+        # Its failure is raised on all ranks where they wait for blocks.
+        self._thread = start_thread("zinfer-rank-service", self._run, ranks.fail)
 
     def note_call(self, end: Event) -> None:
         """Note that a call of this rank is over on the device after an event; called with the lock."""
@@ -73,16 +73,13 @@ class RankService:
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        try:
-            while self._ranks.failure is None:
-                are_done = self._closing and self._turns.all_are_done()  # before the wait: the last turn is served too
-                turn = self._turns.wait_for_next(_POLL_S)
-                if turn is not None:
-                    self._serve(turn)
-                elif are_done:
-                    return
-        except BaseException as failure:  # raised on all ranks where they wait for blocks
-            self._ranks.fail(failure)
+        while self._ranks.failure is None:
+            are_done = self._closing and self._turns.all_are_done()  # before the wait: the last turn is served too
+            turn = self._turns.wait_for_next(_POLL_S)
+            if turn is not None:
+                self._serve(turn)
+            elif are_done:
+                return
 
     def _serve(self, turn: int) -> None:
         while self._ranks.failure is None and not self._try_serve(turn):

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from socket import gethostname
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ from zinfer.model.build import find_model
 from zinfer.model.context_length import check_min_out_tokens
 from zinfer.model.experts import check_num_experts
 from zinfer.model.partition import ModelBlock
+from zinfer.nvme.pool import call_all, start_thread
 from zinfer.offload.partition import WHOLE
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
@@ -401,20 +403,17 @@ class _Life:
     def __call__(self) -> None:
         ends, self._ends = self._ends, []
         if os.getpid() == self._process_id:
-            _call_all(ends)
+            call_all(ends)
 
     def __del__(self) -> None:
         if threading.current_thread() is threading.main_thread() or not self._ends:
             self()
         elif os.getpid() == self._process_id:  # the collector may run in a thread that ends here
-            threading.Thread(target=_call_all, args=(self._ends,)).start()
+            start_thread("zinfer-end-engine", partial(call_all, self._ends), _warn, daemon=False)
 
 
-def _call_all(functions: Sequence[Callable[[], object]]) -> None:
-    """Call functions in their order, all of them even if some fail."""
-    with ExitStack() as owned:
-        for each in reversed(functions):
-            owned.callback(each)
+def _warn(failure: BaseException) -> None:
+    log.error("an engine that nobody refers to has kept some of its memory", exc_info=failure)
 
 
 _lives: "weakref.WeakValueDictionary[int, _Life]" = weakref.WeakValueDictionary()
@@ -429,4 +428,4 @@ def collect_dropped() -> None:
 
 @atexit.register
 def _end_all() -> None:
-    _call_all([life for _, life in sorted(_lives.items(), reverse=True)])
+    call_all([life for _, life in sorted(_lives.items(), reverse=True)])

@@ -9,7 +9,6 @@ import json
 import os
 import queue
 import sys
-import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
 from zinfer.jobs.records import encode_row, read_record, read_token_ids
 from zinfer.jobs.request import STANDARD_STREAM, UnusableInput, manifest_path
 from zinfer.jobs.rows import RowState
+from zinfer.nvme.pool import start_thread
 from zinfer.nvme.whole_file import place_file, sync_folder
 
 _MOST_AT_ONCE: Final = 4096
@@ -349,8 +349,7 @@ class RowWriter:
         # `put` may be interrupted by a signal at any line, which a SimpleQueue survives.
         self._rows: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, name="zinfer-rows", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("zinfer-rows", self._write, self._fail)
 
     def put(self, row: Mapping[str, Any]) -> None:
         """Queue a row for writing.
@@ -383,12 +382,12 @@ class RowWriter:
                 coming.append(self._rows.get())
             is_open = None not in coming
             if rows := [row for row in coming if row is not None]:
-                try:
-                    self._out.append(rows)
-                    self._on_written(len(rows))
-                except BaseException as failure:  # raised by put or close
-                    self._failure = failure
-                    return
+                self._out.append(rows)
+                self._on_written(len(rows))
+
+    def _fail(self, failure: BaseException) -> None:
+        """Let `put` or `close` raise an error."""
+        self._failure = failure
 
 
 def _read_row(line: bytes, index: RowIndex, guess: int) -> tuple[int, RowState]:

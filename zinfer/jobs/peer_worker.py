@@ -5,9 +5,9 @@ Of ranks that make the same passes only the first asks for batches and answers; 
 
 import queue
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from signal import SIGINT, Signals
 from typing import Any, Final
 
@@ -37,6 +37,7 @@ from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.versions import software
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
+from zinfer.nvme.pool import start_thread
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.links import open_links
 from zinfer.ranks.open_models import fail_models
@@ -73,8 +74,7 @@ class PeerWorker:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_alone = self._was_told = self._is_closed = self._has_left = False
         [self._link] = open_links(group)
-        self._receiver = threading.Thread(target=self._receive, name="zinfer-rank-0", daemon=True)
-        self._receiver.start()
+        self._receiver = start_thread("zinfer-rank-0", self._receive, self._fail)
         self._watch = watch_job(group, self._give_up)
 
     def run(self) -> JobSummary:
@@ -130,7 +130,7 @@ class PeerWorker:
                 case Open() as message:
                     completer = self._load(checkpoint, message)
                     self._send(Ready(completer.sizes, completer.num_pages))
-                    threading.Thread(target=self._count, args=(completer,), name="zinfer-news", daemon=True).start()
+                    start_thread("zinfer-news", partial(self._count, completer), self._fail)
                 case Begin():
                     self._answers = True
                     self._send(Idle(Load() if completer is None else completer.load()))
@@ -171,14 +171,14 @@ class PeerWorker:
 
     def _next(self) -> Any:
         message = self._inbox.get()
-        if isinstance(message, Exception):
+        if isinstance(message, BaseException):
             raise message
         return message
 
     def _receive(self) -> None:
         """Receive rank 0's messages; once it is gone, nothing is computed any more."""
-        with suppress(EOFError, OSError), self._reporting():
-            while not isinstance(message := from_bytes(self._link.recv_bytes()), Finished | Left):
+        with suppress(EOFError, OSError):
+            while not isinstance(message := self._read(self._link.recv_bytes()), Finished | Left):
                 self._inbox.put(message)
             self._was_told = True
             if isinstance(message, Finished):
@@ -190,13 +190,16 @@ class PeerWorker:
         self._inbox.put(OtherRankFailed(f"{self._first()} ended the job"))
         fail_models(RankError(f"{self._first()} ended the job"))
 
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Let what `_next` serves fail with a message that cannot be read."""
+    def _read(self, data: bytes) -> Any:
         try:
-            yield
+            return from_bytes(data)
         except ValueError as error:
-            self._inbox.put(RankError(f"{self._first()}: {error}"))
+            raise RankError(f"{self._first()}: {error}") from error
+
+    def _fail(self, failure: BaseException) -> None:
+        """Let `run` raise the error of a thread, also while the model computes."""
+        self._inbox.put(failure)
+        fail_models(failure)
 
     def _give_up(self, failure: SilentRankError) -> None:
         self._inbox.put(failure)

@@ -10,6 +10,7 @@ followers, compute it along with it.
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from zinfer.errors import JobError, RankError, SilentRankError
@@ -21,6 +22,7 @@ from zinfer.jobs.prompts import Batch, Prompt
 from zinfer.jobs.request import OtherRankFailed, UnusableInput
 from zinfer.jobs.rows import BadRow
 from zinfer.jobs.summary import JobSummary
+from zinfer.nvme.pool import start_thread
 from zinfer.offload.stats import RunStats
 from zinfer.planning.job_sizes import MOST_SWAPPED, Sizes
 from zinfer.ranks.group import RankGroup
@@ -76,7 +78,7 @@ class Peers:
         self._leaders: list[Peer] = []
         self._followers: dict[int, list[Peer]] = {}  # by the rank that leads them
         for peer in self._peers:
-            threading.Thread(target=self._listen, args=(peer,), name=f"zinfer-peer-{peer.rank}", daemon=True).start()
+            start_thread(f"zinfer-peer-{peer.rank}", partial(self._listen, peer), partial(self._fail, peer))
         self._watch = watch_job(group, self._give_up)
 
     def check_same(self, fingerprint: str, versions: Mapping[str, str]) -> None:
@@ -251,8 +253,9 @@ class Peers:
                 self._note(Cause.GONE, f"{peer.name} ended without a word: it was killed, or has lost its connection")
         except JobError as failure:  # of the output
             self._note(Cause.GONE, failure)
-        except BaseException as failure:
-            self._note(Cause.ERROR, f"{peer.name}, in rank 0: {type(failure).__name__}: {failure}")
+
+    def _fail(self, peer: Peer, failure: BaseException) -> None:
+        self._note(Cause.ERROR, f"{peer.name}, in rank 0: {type(failure).__name__}: {failure}")
 
     def _take(self, peer: Peer, message: Any) -> None:
         match message:

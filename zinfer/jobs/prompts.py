@@ -5,7 +5,6 @@ same rows, so a job that was killed and resumed writes the same bytes as an unin
 """
 
 import queue
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +14,7 @@ from zinfer.errors import ConfigError, JobError
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.row_form import RowForm
 from zinfer.jobs.rows import BadRow, Line, Row, RowState, id_key, parse_line, row_of
+from zinfer.nvme.pool import start_thread
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.tool_formats import tool_format_of
@@ -205,10 +205,8 @@ def prefetch_iter(items: Iterable[_T]) -> Generator[_T, None, None]:
                 made.put((next(walk),))
             except StopIteration:
                 made.put(None)
-            except BaseException as failure:  # raised in the consumer
-                made.put(failure)
 
-    threading.Thread(target=make, name="zinfer-prefetch-iter", daemon=True).start()
+    start_thread("zinfer-prefetch-iter", make, made.put)
     try:
         asked.put(True)
         while (coming := made.get()) is not None:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,8 +19,9 @@ from zinfer.config.source import config_keys
 from zinfer.engine.division import Prepare
 from zinfer.engine.kernel_cache import are_compiled, kernels_name, note_compiled
 from zinfer.engine.prepare import PreparedModel
-from zinfer.errors import PlanError, ZinferError
+from zinfer.errors import PlanError
 from zinfer.jobs.warmup import FewLayers, compute_passes, config_alone
+from zinfer.nvme.pool import start_thread
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.probe.limits import choose_device, find_limits
@@ -70,11 +72,10 @@ class Rehearsal:
         if not self._is_wanted():
             yield
             return
-        given = (choose_device(self._settings), parts, budget)
-        thread = threading.Thread(target=self._run, args=given, name="zinfer-rehearsal", daemon=True)
+        run = partial(self._run, choose_device(self._settings), parts, budget)
+        thread = start_thread("zinfer-rehearsal", run, _warn)
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
-        thread.start()
         try:
             yield
         finally:
@@ -105,8 +106,6 @@ class Rehearsal:
                 self._rehearse(parts, budget)
         except PlanError as error:
             log.debug("kernels are compiled in the first passes, since no few layers fit beside the load: %s", error)
-        except (ZinferError, RuntimeError, OSError, MemoryError) as error:
-            log.warning("kernels are compiled in the first passes, not while the weights load: %s", error)
 
     def _rehearse(self, parts: DeviceParts, budget: BatchingBudget) -> None:
         num_pages = min(_KV_PASSES * budget.tokens_per_pass // budget.page_size, budget.num_pages)
@@ -128,6 +127,10 @@ class Rehearsal:
         with LLM(self._model, config, prepare=FewLayers(self._prepare).prepare, **options) as llm:
             if compute_passes(llm, self._is_loaded.is_set):
                 self.note_passes()
+
+
+def _warn(failure: BaseException) -> None:
+    log.warning("kernels are compiled in the first passes, not while the weights load: %s", failure)
 
 
 def _divides_layers(settings: Settings) -> bool:

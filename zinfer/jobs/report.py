@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from zinfer.jobs.progress import Load
 from zinfer.jobs.summary import CAUSES, JobSummary, summary_rows
+from zinfer.nvme.pool import start_thread
 from zinfer.nvme.whole_file import replace_file
 from zinfer.offload.stats import RunStats
 
@@ -64,8 +65,7 @@ class Timeline:
         self._moments: list[Moment] = []
         self._ended = threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._watch, name="zinfer-timeline", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("zinfer-timeline", self._watch, self._fail)
 
     def close(self) -> list[Moment]:
         """Stop sampling and return all moments; raises the thread's exception, if any. May be called again."""
@@ -78,15 +78,16 @@ class Timeline:
         return self._moments
 
     def _watch(self) -> None:
-        try:
+        self._take()
+        while not self._ended.wait(self._interval_s):
             self._take()
-            while not self._ended.wait(self._interval_s):
-                self._take()
-                if len(self._moments) >= _MOST_MOMENTS:
-                    self._moments = self._moments[::2]
-                    self._interval_s *= 2
-        except BaseException as failure:  # raised by close
-            self._failure = failure
+            if len(self._moments) >= _MOST_MOMENTS:
+                self._moments = self._moments[::2]
+                self._interval_s *= 2
+
+    def _fail(self, failure: BaseException) -> None:
+        """Let `close` raise an error."""
+        self._failure = failure
 
     def _take(self) -> None:
         stats, load = self._stats(), self._load()

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Final, Literal, TypeAlias
 
 from zinfer.errors import ConfigError
+from zinfer.nvme.pool import when_done
 from zinfer.nvme.reader import DEFAULT_BLOCK_BYTES, DEFAULT_NUM_THREADS, Reader
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.sizes import Sizes
@@ -223,16 +224,18 @@ def _write_rate(
 
 def _keep_under_way(start: Callable[[int], "Future[None]"], num_requests: int, seconds: float) -> None:
     """Start a request for each slot, and another one whenever one finishes, until the time is over."""
-    done: SimpleQueue[tuple[int, Future[None]]] = SimpleQueue()
+    done: SimpleQueue[tuple[int, Future[None]] | BaseException] = SimpleQueue()
 
     def begin(slot: int) -> None:
-        start(slot).add_done_callback(lambda request: done.put((slot, request)))
+        when_done(start(slot), lambda request: done.put((slot, request)), done.put)
 
     end_s = time.perf_counter() + seconds
     for slot in range(num_requests):
         begin(slot)
     while True:
-        slot, request = done.get()
+        if isinstance(found := done.get(), BaseException):
+            raise found
+        slot, request = found
         request.result()
         if time.perf_counter() >= end_s:
             return

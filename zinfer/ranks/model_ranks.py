@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zinfer.errors import RankError
-from zinfer.nvme.pool import Pool
+from zinfer.nvme.pool import Pool, call_all
 from zinfer.offload.partition import Partition
 from zinfer.offload.ranks import Shared, Turn
 from zinfer.ranks.communicator import Communicator, TorchCommunicator
@@ -287,5 +287,4 @@ class ModelRanks:
 
     def _give_up(self, failure: BaseException) -> None:
         """Let the device come to its end; the failure is set, so what communicators give from now on is not used."""
-        for each in [*self._communicators.values()]:
-            each.give_up()
+        call_all([each.give_up for each in [*self._communicators.values()]])

@@ -7,9 +7,11 @@ they have heard of it, and would wait for that rank as long as for one that is s
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 from weakref import WeakSet
 
+from zinfer.nvme.pool import call_all
 from zinfer.ranks.progress import Progress
 
 
@@ -60,8 +62,7 @@ def fail_models(failure: BaseException) -> None:
     with _lock:
         _failures[:] = [each or failure for each in _failures]
         failing = list(_open)
-    for model in failing:
-        model.fail(failure)
+    call_all([partial(model.fail, failure) for model in failing])
 
 
 @contextmanager

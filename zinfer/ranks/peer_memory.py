@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric
 
+from zinfer.nvme.pool import end_process, start_thread
 from zinfer.offload.partition import Partition
 
 _REPEAT_S: Final = 1e-3
+_CLOSE_S: Final = 20.0
 NUM_BARRIERS: Final = 3
 """Channels of every memory that `SharedMemory.barrier` may use; kernels that wait by themselves take those after."""
 
@@ -125,8 +127,7 @@ class PeerMemory:
     def give_up(self) -> None:
         """Let all barriers pass from now on, until `close`; may be called again, by any thread."""
         if self._giving_up is None:
-            self._giving_up = threading.Thread(target=self._pass_barriers, name="zinfer-give-up", daemon=True)
-            self._giving_up.start()
+            self._giving_up = start_thread("zinfer-give-up", self._pass_barriers, self._end_late)
 
     def close(self) -> None:
         """Free the memory; the device is done with it."""
@@ -142,3 +143,11 @@ class PeerMemory:
                 for shared in [*self._shared]:
                     shared.signal_for_all()
                 self._stream.synchronize()
+
+    def _end_late(self, failure: BaseException) -> None:
+        """End the process unless it frees the memory soon: a device that waits for a lost rank never comes to its end.
+
+        One that has failed itself does: whoever waits for it gets its error, and has more to say.
+        """
+        if not self._over.wait(_CLOSE_S):
+            end_process(failure)

@@ -6,9 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 from zinfer.errors import RankError, SilentRankError
+from zinfer.nvme.pool import call_all, start_thread
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.open_models import SharedModel, open_models
 from zinfer.ranks.rank_store import RankStore
@@ -21,6 +23,7 @@ _MOST_BEAT_S: Final = 2 * BEAT_S  # of a process that runs
 _LEFT: Final = 1 << 40  # added to the beats of a rank that has left, which is not lost
 _HEARD_S: Final = 2.5 * BEAT_S
 _LEAVE_PAUSE_S: Final = 0.02
+_END_S: Final = 10.0
 _jobs: Final = itertools.count()
 
 
@@ -56,8 +59,7 @@ class RankWatch:
         self._news, self._spare = self.connect(), self.connect()
         self._failing = threading.Lock()
         self._over = threading.Event()
-        self._listener = threading.Thread(target=self._listen, name="zinfer-ranks", daemon=True)
-        self._listener.start()
+        self._listener = start_thread("zinfer-ranks", self._listen, self._lose)
 
     def connect(self) -> RankStore:
         """Return a connection to rank 0's store, for one thread; once rank 0 is gone, that is the failure."""
@@ -74,9 +76,10 @@ class RankWatch:
 
     def fail(self, failure: BaseException) -> None:
         """Tell the other ranks that this one cannot go on; only the first failure of all is told. Thread-safe."""
-        if self.failure is not None:
-            return
-        self._note(failure)
+        if self.failure is None:
+            call_all([partial(self._note, failure), partial(self._tell_others, failure)])
+
+    def _tell_others(self, failure: BaseException) -> None:
         if not isinstance(failure, RankError):  # which names the rank
             failure = RankError(f"{self.name_of(self._group.rank)}: {type(failure).__name__}: {failure}")
         try:
@@ -178,6 +181,20 @@ class RankWatch:
         except RankError as error:
             self._note(error)
 
+    def _lose(self, failure: BaseException) -> None:
+        """Fail with what has ended the listener.
+
+        If a callback fails, whoever it would have told may wait for good: the process ends, unless others were told and
+        end this watch soon.
+        """
+        try:
+            if self.failure is not None:
+                raise failure
+            self.fail(failure)
+        except BaseException:
+            if not self._over.wait(_END_S):
+                raise
+
     def _find_hanging(self, since_s: float) -> SilentRankError | None:
         """Return the failure of this rank itself if a pass of it hangs ([Note: a rank that hangs])."""
         for model in self._models():
@@ -214,5 +231,4 @@ class RankWatch:
 
     def _note(self, failure: BaseException) -> None:
         self.failure = self.failure or failure
-        for call in self._callbacks:
-            call(failure)
+        call_all([partial(call, failure) for call in self._callbacks])

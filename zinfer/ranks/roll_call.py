@@ -6,19 +6,24 @@ imports for minutes keeps its connection and is waited for; one that is killed l
 gone within `SILENCE_S` (`zinfer.ranks.sockets`). Rank 0 tells the others, so that all name the rank that is missing.
 """
 
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from zinfer.errors import RankError
+from zinfer.nvme.pool import start_thread
 from zinfer.ranks.environment import RankEnvironment
 from zinfer.ranks.rank_store import StoredValues
 from zinfer.ranks.sockets import accepted, demand, listen, own_address, receive, send
+
+log = logging.getLogger("zinfer")
 
 START_S: Final = 300
 """In which a process that is there has imported what it needs."""
@@ -66,7 +71,7 @@ class RollCall:
         self._is_joined = False
         self._listener = listen(own)
         self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, name="zinfer-roll-call", daemon=True).start()
+        start_thread("zinfer-roll-call", self._accept, self._refuse_all)
 
     def join(self, open_meeting: Callable[[Sequence[str]], str]) -> Roll:
         """Wait until all ranks are ready, and tell them so.
@@ -155,9 +160,24 @@ class RollCall:
     def _accept(self) -> None:
         for connection in accepted(self._listener):
             try:
-                threading.Thread(target=self._attend, args=(connection,), name="zinfer-roll-call", daemon=True).start()
+                start_thread("zinfer-roll-call", partial(self._attend, connection), partial(self._drop, connection))
             except RuntimeError:  # no more threads may be started: who connects tries again
                 connection.close()
+
+    def _refuse_all(self, failure: BaseException) -> None:
+        """Refuse whoever connects from now on, and wait for none of the ranks that are not there."""
+        log.error("rank 0 takes no more connections", exc_info=failure)
+        with suppress(OSError):
+            self._listener.close()
+        with self._changed:
+            for rank in {*range(1, self._own.size)} - self._there.keys():
+                why = f"rank 0 takes no more connections: {type(failure).__name__}: {failure}"
+                self._lose(rank, f"{self._named(rank)} has not joined: {why}")
+
+    def _drop(self, connection: Connection, failure: BaseException) -> None:
+        """Let the other end of a connection see that nobody attends to it any more."""
+        log.error("rank 0 has ended a connection to another rank", exc_info=failure)
+        connection.close()
 
     def _attend(self, connection: Connection) -> None:
         """Take what one connection says until it ends."""
@@ -193,7 +213,7 @@ class RollCall:
         there: _Attendance | None = None
         with self._changed:
             self._num_knocking[rank] += 1
-        with suppress(EOFError, OSError):
+        try:
             demand(connection, self._own.key, hello)
             while receive(connection):
                 with self._changed:
@@ -205,12 +225,15 @@ class RollCall:
                     else:  # not before: a rank that had no answer for long has connected anew
                         there = self._there[rank] = _Attendance(host, connection)
                     self._changed.notify_all()
-        with self._changed:
-            self._num_knocking[rank] -= 1
-            if there is not None:
-                what = "ended" if self._is_joined else "has not joined: it ended"
-                self._lose(rank, f"{self._named(rank)} {what} or was killed, or has lost its connection")
-            self._changed.notify_all()
+        except (EOFError, OSError):
+            return there is not None
+        finally:
+            with self._changed:
+                self._num_knocking[rank] -= 1
+                if there is not None:
+                    what = "ended" if self._is_joined else "has not joined: it ended"
+                    self._lose(rank, f"{self._named(rank)} {what} or was killed, or has lost its connection")
+                self._changed.notify_all()
         return there is not None
 
     def _refusal(self, hello: dict[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from zinfer.errors import RankError
+from zinfer.nvme.pool import start_thread
 from zinfer.ranks.environment import RankEnvironment
 from zinfer.ranks.roll_call import START_S, Roll
 from zinfer.ranks.sockets import SILENCE_S, connect, greet, own_address, prove, receive, send
@@ -34,7 +35,7 @@ class RollMember:
         self._is_heard = False  # something listens, which may be rank 0 while it imports
         self._is_over = threading.Event()
         self._found, self._is_tried = threading.Event(), threading.Event()
-        threading.Thread(target=self._search, name="zinfer-roll-call", daemon=True).start()
+        start_thread("zinfer-roll-call", self._search, self._stop_search)
 
     def join(self) -> Roll:
         """Say that this rank is ready, and wait for the others.
@@ -94,7 +95,7 @@ class RollMember:
 
     def wait_found(self, timeout_s: float) -> bool:
         """Wait until rank 0 knows of this rank; whether it does."""
-        return self._found.wait(timeout_s)
+        return self._found.wait(timeout_s) and self._connection is not None
 
     def find_address(self, roll: Roll) -> str:
         """Return the address of this host that other hosts reach."""
@@ -129,6 +130,12 @@ class RollMember:
                     return
             self._is_tried.set()
             self._is_over.wait(_PAUSE_S)
+
+    def _stop_search(self, failure: BaseException) -> None:
+        """Let nobody wait until rank 0 is found."""
+        self._why = f"{type(failure).__name__}: {failure}"
+        self._found.set()
+        self._is_tried.set()
 
     def _connect(self, port: int, **hello: Any) -> Connection:
         connection = connect(self._own.address, port)

@@ -132,7 +132,7 @@ def receive(connection: Connection) -> dict[str, Any]:
     """
     try:
         found = json.loads(connection.recv_bytes(_MOST_MESSAGE_BYTES))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OSError("the other end is no rank of zinfer") from error
     if not isinstance(found, dict):
         raise OSError("the other end is no rank of zinfer")

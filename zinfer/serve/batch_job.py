@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import RowIndex, scan_input
@@ -24,6 +24,7 @@ from zinfer.jobs.records import Records
 from zinfer.jobs.request import UnusableInput
 from zinfer.jobs.rows import BadRow, Fault, Parsed, Row, RowState
 from zinfer.jobs.versions import software
+from zinfer.nvme.pool import when_done
 from zinfer.nvme.whole_file import replace_file
 from zinfer.requests.completion import Completion
 from zinfer.serve.errors import ApiError, RequestFailed
@@ -46,6 +47,9 @@ class _Done(NamedTuple):
     ordinal: int
     prompt: Prompt
     result: "Future[list[Completion]]"
+
+
+_Ended: TypeAlias = "SimpleQueue[_Done | BaseException]"
 
 
 class BatchJob:
@@ -159,7 +163,7 @@ class BatchJob:
 
     def _completed(self, prompts: Iterator[tuple[int, Prompt]], loop: asyncio.AbstractEventLoop) -> Iterator[_Done]:
         """Yield prompts with their results as they finish; a limited number is under way."""
-        done: SimpleQueue[_Done] = SimpleQueue()
+        done: _Ended = SimpleQueue()
         under_way: set[Future[list[Completion]]] = set()
         try:
             for ordinal, prompt in prompts:
@@ -171,18 +175,20 @@ class BatchJob:
                 working = self._service.complete_in_background(encoded, self._suspicions.begin(ordinal))
                 result = asyncio.run_coroutine_threadsafe(working, loop)
                 under_way.add(result)
-                result.add_done_callback(partial(_put, done, ordinal, prompt))
+                when_done(result, partial(_put, done, ordinal, prompt), done.put)
             while under_way and not self._stop.is_set():
                 yield from self._take(done, under_way)
         finally:
             for result in under_way:
                 result.cancel()
 
-    def _take(self, done: "SimpleQueue[_Done]", under_way: "set[Future[list[Completion]]]") -> Iterator[_Done]:
+    def _take(self, done: "_Ended", under_way: "set[Future[list[Completion]]]") -> Iterator[_Done]:
         """Yield the next result; none if it does not come soon, so that `stop` is noticed."""
         self._suspicions.keep(self._service.suspects.num_notes)
         with suppress(Empty):
             found = done.get(timeout=_LOOK_EVERY_S)
+            if isinstance(found, BaseException):
+                raise found
             under_way.discard(found.result)
             self._suspicions.end(found.ordinal)
             yield found
@@ -219,7 +225,7 @@ class _Suspicions:
             self._kept = found
 
 
-def _put(done: "SimpleQueue[_Done]", ordinal: int, prompt: Prompt, result: "Future[list[Completion]]") -> None:
+def _put(done: "_Ended", ordinal: int, prompt: Prompt, result: "Future[list[Completion]]") -> None:
     done.put(_Done(ordinal, prompt, result))
 
 

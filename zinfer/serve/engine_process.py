@@ -4,8 +4,10 @@ import asyncio
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, Protocol, Self
 
 from zinfer.batching.async_llm import AsyncLLM
@@ -13,6 +15,7 @@ from zinfer.config import resolve_settings
 from zinfer.errors import CheckpointError, ConfigError, PlanError, SilentRankError
 from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.request import Pooling
+from zinfer.nvme.pool import end_process, start_thread
 from zinfer.planning.latency import LOADS, describe_latency, usual_lengths
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.environment import own_rank
@@ -81,11 +84,15 @@ def _failing_with_silent_ranks(
         yield
         return
 
-    ending: list[threading.Timer] = []
+    ending: list[threading.Thread] = []
+
+    def end_later(failure: SilentRankError) -> None:
+        time.sleep(_TOLD_S)
+        end(failure)
 
     def fail(failure: SilentRankError) -> None:
-        ending.append(threading.Timer(_TOLD_S, end, [failure]))
-        ending[-1].start()  # first: the main thread may be done as soon as the model has failed
+        # First: the main thread may be done as soon as the model has failed.
+        ending.append(start_thread("zinfer-end", partial(end_later, failure), end_process, daemon=False))
         fail_models(failure)
 
     with failing_together():
