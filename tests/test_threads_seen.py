@@ -678,3 +678,11 @@ def thread_whose_failure_cannot_be_told() -> None:
 @pytest.mark.parametrize("run", [thread_whose_failure_cannot_be_told, watch_with_a_callback_that_fails])
 def test_a_process_ends_where_nobody_can_be_told(run: Callable[[], None]) -> None:
     assert "failed, for which others wait: PlantedError: planted" in str(heard(partial(ended_process, run)))
+
+
+def test_tokens_of_a_pass_that_takes_longer_than_a_beat_are_waited_for() -> None:
+    ranks: Any = SimpleNamespace(
+        failure=None, on_failure=lambda call: None, check=lambda: None, find_cause=lambda error: error
+    )
+    drawn: Any = SimpleNamespace(take=lambda: time.sleep(1.5) or "tokens", where=lambda: None)
+    assert StageTokens(ranks, [], is_last=True).share(drawn, drawn).take() == "tokens"

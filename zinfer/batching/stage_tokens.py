@@ -5,8 +5,7 @@ The last stage sends a pass's tokens as soon as they are on its host, while it c
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Final, NamedTuple, Protocol
@@ -108,13 +107,12 @@ class StageTokens:
         self._end_links()
 
     def _sent(self, sent: "Future[_Message]") -> _Message:
-        while True:
-            with suppress(TimeoutError):
-                try:
-                    return sent.result(_BEAT_S)
-                except OSError as error:
-                    raise self._ranks.find_cause(error) from error
+        while wait([sent], _BEAT_S).not_done:  # `result` would raise a TimeoutError, which is an OSError too
             self._ranks.check()
+        try:
+            return sent.result()
+        except OSError as error:
+            raise self._ranks.find_cause(error) from error
 
     def _received(self, number: int) -> _Message:
         try:
