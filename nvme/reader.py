@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
 from zinfer.nvme.backend import Backend, Buffer, OpenFile
@@ -86,6 +86,18 @@ class _Source:
         return DiskReadError(errno.EIO, reason, self.file.path, chunk.offset)
 
 
+class ReadObserver(Protocol):
+    """Looks at what a reader has read, before the reader says that it is there."""
+
+    def note(self, path: Path, offset: int, buffer: Buffer, num_bytes: int) -> DiskReadError | None:
+        """Look at the bytes of a block, in the thread that read them; return an error to fail the read.
+
+        Args:
+            offset: of the block in the file, a multiple of 4096.
+            num_bytes: how many of the buffer were read, less than all only at the end of the file.
+        """
+
+
 class Reader:
     """Fills buffers from files, several blocks at a time.
 
@@ -95,6 +107,7 @@ class Reader:
         backend: the backend, which the reader owns and closes; by default a `ThreadsBackend`.
         uses_cache: of the default backend; False to measure the disk.
         expected: identities of files when their offsets were read. Other files are identified at their first read.
+        observer: looks at all blocks.
     """
 
     def __init__(
@@ -105,12 +118,14 @@ class Reader:
         backend: Backend | None = None,
         expected: Mapping[Path, FileIdentity] | None = None,
         uses_cache: bool = True,
+        observer: ReadObserver | None = None,
     ) -> None:
         if block_bytes < ALIGNMENT_BYTES or block_bytes % ALIGNMENT_BYTES:
             raise ValueError(f"block_bytes must be a positive multiple of {ALIGNMENT_BYTES}, not {block_bytes}")
         self.block_bytes = block_bytes
         self.backend = backend or ThreadsBackend(num_threads=num_threads, uses_cache=uses_cache)
         self._expected = dict(expected or {})
+        self._observer = observer
         self._sources: dict[Path, _Source] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -203,10 +218,12 @@ class Reader:
         if error is not None:
             request.tick(DiskReadError.of(error, request.path, chunk.offset) if isinstance(error, OSError) else error)
             return
-        shortfall = request.source.shortfall(chunk, task.result())
+        failure: BaseException | None = request.source.shortfall(chunk, task.result())
         with self._lock:
             self._bytes_read += task.result()
-        request.tick(shortfall)
+        if failure is None and self._observer is not None:
+            failure = self._observer.note(request.path, chunk.offset, chunk.buffer, task.result())
+        request.tick(failure)
 
 
 class _Request:
