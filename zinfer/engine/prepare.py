@@ -1,6 +1,6 @@
 """A model before its blocks have homes: the module, its weight files, and its blocks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.shorter_model import ShorterModel
 from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
+from zinfer.nvme.reader import ReadObserver
 from zinfer.nvme.scratch import ScratchFile
 from zinfer.offload.partition import WHOLE, Partition
 from zinfer.planning.device_cap import DeviceParts
@@ -50,6 +51,7 @@ class PreparedModel:
         module_file: the file that weights from memory were written to, for blocks on disk.
         sharding: how the module was divided, if it holds one rank's shard of each layer.
         part: how the module was cut down, if it holds some of the layers.
+        observe: returns what looks at the bytes that are read of a checkpoint, or of a packed copy of it.
     """
 
     module: PreTrainedModel
@@ -61,6 +63,7 @@ class PreparedModel:
     module_file: ModuleFile | None = None
     sharding: Sharding | None = None
     part: ShorterModel | None = None
+    observe: Callable[[Checkpoint], ReadObserver] | None = None
 
     @classmethod
     def of(
@@ -112,7 +115,7 @@ class PreparedModel:
             self.part.apply()
             weights = self.part.own(weights)
         made = self._partition(self.module, copy, weights, scheme.checksums if scheme else {}, self.settings)
-        return replace(made, sharding=self.sharding, part=self.part)
+        return replace(made, sharding=self.sharding, part=self.part, observe=self.observe)
 
     @classmethod
     def _partition(
@@ -141,7 +144,9 @@ class PreparedModel:
             file = module_file(self.blocks, self.settings)
             return self if file is None else replace(self, blocks=file.blocks, module_file=file)
         shard = self.sharding.shard if self.sharding else None
-        copy = stored_copy(self.checkpoint, list(self.blocks), find_dtype(self.module), self.settings, shard)
+        copy = stored_copy(
+            self.checkpoint, list(self.blocks), find_dtype(self.module), self.settings, shard, self.observer
+        )
         return self._over(copy) if copy else self
 
     def packed_alike(self, ranks: ModelRanks | None) -> "PreparedModel":
@@ -226,6 +231,11 @@ class PreparedModel:
         if self.module_file is not None:
             return {self.module_file.scratch.path: self.module_file.identity}
         return self.checkpoint.files if self.checkpoint else {}
+
+    @property
+    def observer(self) -> ReadObserver | None:
+        """What looks at the bytes that are read of these files; None: nothing does."""
+        return self.observe(self.checkpoint) if self.observe and self.checkpoint else None
 
     @property
     def scratch(self) -> ScratchFile | None:

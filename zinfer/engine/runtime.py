@@ -18,7 +18,7 @@ from zinfer.graphs.splits import GraphSplits
 from zinfer.model.partition import ModelBlock
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.gds import choose_backend
-from zinfer.nvme.reader import DEFAULT_BLOCK_BYTES, DEFAULT_NUM_THREADS, Reader
+from zinfer.nvme.reader import DEFAULT_BLOCK_BYTES, DEFAULT_NUM_THREADS, Reader, ReadObserver
 from zinfer.nvme.scratch import ScratchFile
 from zinfer.offload.block import Block, Tier
 from zinfer.offload.homes import Homes
@@ -45,17 +45,20 @@ def check_trace(path: Path | None) -> None:
         raise ConfigError(f"zinfer.trace is {path}, but {path.parent} is not a writable folder; make it first")
 
 
-def open_reader(aio: Aio, files: Mapping[Path, FileIdentity], *, on_cuda: bool) -> Reader:
+def open_reader(
+    aio: Aio, files: Mapping[Path, FileIdentity], *, on_cuda: bool, observer: ReadObserver | None = None
+) -> Reader:
     """Open a reader with the configuration's block size and one thread per concurrent request.
 
     Args:
         files: identities of the checkpoint's files when their headers were read.
         on_cuda: whether there is a device to read into, if the configuration asks for that.
+        observer: looks at what is read.
     """
     num_threads = min((aio.queue_depth or 1) * (aio.intra_op_parallelism or 1), _MOST_NUM_THREADS)
     stated = aio.queue_depth is not None or aio.intra_op_parallelism is not None
     backend = choose_backend(aio.use_gds and on_cuda, num_threads=num_threads if stated else DEFAULT_NUM_THREADS)
-    return Reader(block_bytes=aio.block_size or DEFAULT_BLOCK_BYTES, backend=backend, expected=files)
+    return Reader(block_bytes=aio.block_size or DEFAULT_BLOCK_BYTES, backend=backend, expected=files, observer=observer)
 
 
 class Runtime:
@@ -74,6 +77,7 @@ class Runtime:
         cuts: splits graphs at streamed blocks.
         lock: held while the model runs.
         ranks: the other ranks of the job; those among them that share the weights are its `members`.
+        observer: looks at what is read from the files.
 
     Attributes:
         is_copied: whether the other ranks copy blocks from this one's device as they like.
@@ -94,6 +98,7 @@ class Runtime:
         cuts: GraphSplits | None = None,
         lock: AbstractContextManager[bool] | None = None,
         ranks: ModelRanks | None = None,
+        observer: ReadObserver | None = None,
     ) -> None:
         self._plan = plan
         self._ranks = ranks
@@ -110,7 +115,8 @@ class Runtime:
             if trace is not None and settings.trace is not None:
                 owned.callback(trace.write, of_rank(settings.trace, 0 if ranks is None else ranks.group.rank))
             on_cuda = streams[Tier.DISK].needs_pinned
-            self._reader = owned.enter_context(closing(open_reader(settings.aio, files, on_cuda=on_cuda)))
+            reader = open_reader(settings.aio, files, on_cuda=on_cuda, observer=observer)
+            self._reader = owned.enter_context(closing(reader))
             rings = self._open_rings(streams[Tier.DISK], owned)
             self._lanes = {
                 tier: owned.enter_context(closing(TransferLane(tier.value, stream, rings[tier], trace)))

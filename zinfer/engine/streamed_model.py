@@ -227,6 +227,7 @@ class StreamedModel:
             cuts=graphs.cuts if graphs else None,
             lock=self._lock,
             ranks=self.ranks,
+            observer=prepared.observer,
         )
 
     def _open_estimator(self, prepared: PreparedModel, num_local: int) -> PassEstimator:

@@ -20,6 +20,7 @@ from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.partition import ModelBlock
 from zinfer.model.sharding.cut import Shard
+from zinfer.nvme.reader import ReadObserver
 from zinfer.quantization.native.identity import Identity
 from zinfer.store.folder import Caller, find_manifest
 from zinfer.store.source import part_of
@@ -45,6 +46,7 @@ def stored_copy(
     dtype: torch.dtype,
     settings: Settings,
     shard: Shard | None = None,
+    observer: ReadObserver | None = None,
 ) -> Checkpoint | None:
     """Open the store of a checkpoint under `nvme_path`, writing it if it does not exist; None if none is needed.
 
@@ -57,6 +59,7 @@ def stored_copy(
         dtype: that products are computed in.
         settings: the engine's.
         shard: the rank whose part of each layer the blocks hold; it has a store of its own.
+        observer: looks at what is read of the checkpoint, if a store is written.
 
     Raises:
         ConfigError: the folder cannot be used, or a store cannot have these settings.
@@ -85,7 +88,7 @@ def stored_copy(
     if manifest is None or not manifest.finished:
         make_folder(folder.parent)
         wanted = replace(settings, quantization=rules, dtype=dtype)
-        _write(checkpoint, folder, wanted, sum(block.block.nbytes for block in blocks), shard)
+        _write(checkpoint, folder, wanted, sum(block.block.nbytes for block in blocks), shard, observer)
     with _damage_explained(folder):
         return Checkpoint.open(folder)
 
@@ -107,14 +110,21 @@ def make_folder(nvme_path: Path) -> None:
         ) from error
 
 
-def _write(checkpoint: Checkpoint, folder: Path, settings: Settings, num_bytes: int, shard: Shard | None) -> None:
+def _write(
+    checkpoint: Checkpoint,
+    folder: Path,
+    settings: Settings,
+    num_bytes: int,
+    shard: Shard | None,
+    observer: ReadObserver | None,
+) -> None:
     log.warning(
         "%s: %s is written once, %s made of %s; later starts stream from there",
         *(KEY, folder, human_bytes(num_bytes), checkpoint.folder),
     )
     begin_s = time.perf_counter()
     try:
-        summary = write_store(checkpoint.folder, folder, settings, caller=ENGINE, shard=shard)
+        summary = write_store(checkpoint.folder, folder, settings, caller=ENGINE, shard=shard, observer=observer)
     except OSError as error:
         if isinstance(error.filename, str) and Path(error.filename).is_relative_to(folder):
             remedy = f"what is finished in {folder} is kept: make room there, or give another {KEY}"

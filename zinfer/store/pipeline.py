@@ -17,7 +17,7 @@ import torch
 from zinfer.errors import PlanError
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.pool import Pool
-from zinfer.nvme.reader import Reader
+from zinfer.nvme.reader import Reader, ReadObserver
 from zinfer.offload.block import Block
 from zinfer.offload.conversions import Conversions, conversion_bytes
 from zinfer.offload.host_memory import HostBuffer
@@ -64,13 +64,20 @@ class Pipeline:
         device: converts the weights.
         files: identities of the checkpoint's files when it was opened.
         keep: writes a slab.
+        observer: looks at what is read.
     """
 
-    def __init__(self, device: torch.device, files: Mapping[Path, FileIdentity], keep: Keep) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        files: Mapping[Path, FileIdentity],
+        keep: Keep,
+        observer: ReadObserver | None = None,
+    ) -> None:
         self._keep = keep
         self._stream = open_stream(device)
         with ExitStack() as owned:
-            self._reader = owned.enter_context(closing(Reader(expected=files)))
+            self._reader = owned.enter_context(closing(Reader(expected=files, observer=observer)))
             staging = owned.enter_context(closing(StagingRing()))
             for _ in range(_NUM_STAGING):
                 staging.add(HostBuffer(_STAGING_BYTES, pin=self._stream.needs_pinned))

@@ -23,6 +23,7 @@ from zinfer.config import Settings
 from zinfer.display import shown
 from zinfer.errors import ConfigError
 from zinfer.model.sharding.cut import Shard
+from zinfer.nvme.reader import ReadObserver
 from zinfer.offload.block import Block
 from zinfer.probe.limits import choose_device
 from zinfer.quantization.native.identity import Identity
@@ -47,6 +48,7 @@ def write_store(
     console: Console | None = None,
     caller: Caller = COMMAND,
     shard: Shard | None = None,
+    observer: ReadObserver | None = None,
 ) -> StoreSummary:
     """Quantize a checkpoint into a store, or resume one.
 
@@ -58,6 +60,7 @@ def write_store(
         console: shows the progress.
         caller: the words of messages, and whether to wait for another writer.
         shard: the rank whose part of each layer is stored; None: whole layers.
+        observer: looks at what is read of the checkpoint.
 
     Raises:
         ConfigError: settings or output cannot be used.
@@ -87,7 +90,7 @@ def write_store(
                     format_version=FORMAT_VERSION, identity=identity, parameters=dict(source.parameters)
                 )
                 if not manifest.finished:
-                    return _Writing(source, manifest, folder, device, meter, calibration, caller).run(summary)
+                    return _Writing(source, manifest, folder, device, meter, calibration, caller, observer).run(summary)
     meter.note(f"{folder} is finished already, from this model with these settings; nothing was written.")
     return summary
 
@@ -103,6 +106,7 @@ class _Writing:
     meter: Meter
     calibration: Calibration | None
     caller: Caller
+    observer: ReadObserver | None = None
 
     def run(self, summary: StoreSummary) -> StoreSummary:
         """Write the missing files; returns the summary with this run's numbers."""
@@ -188,7 +192,8 @@ class _Writing:
             self.manifest.write(self.folder)
             self.meter.num_written += 1
 
-        with closing(Pipeline(self.device, self.source.checkpoint.files, keep)) as pipeline:
+        files_read = self.source.checkpoint.files
+        with closing(Pipeline(self.device, files_read, keep, self.observer)) as pipeline:
             self.meter.start(lambda: pipeline.bytes_read, sum(_stored_bytes(file.block) for file in left))
             pipeline.run([file.block for file in left])
             return pipeline.bytes_read
