@@ -15,8 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.fingerprint import weights_sample
+from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import JobError
 from zinfer.jobs import UnusableInput
+from zinfer.jobs.request import checksums_path
 from zinfer.jobs.weights import Weights, WeightsFile
 
 __all__ = ["output", "prompts"]  # fixtures
@@ -58,6 +60,31 @@ def stopped(model: Path, prompts: Path, output: Path, **options: Any) -> None:
     with pytest.raises(JobError):
         job(model, prompts, output, engine_factory=failing(RuntimeError("boom")), **options)
     assert 0 < len(read_rows(output)) < 22
+
+
+class Stopping(InferenceEngine):
+    """Streams the model, and fails in its third batch."""
+
+    num_calls = 0
+
+    def generate_unchecked(self, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise RuntimeError("boom")
+        return super().generate_unchecked(**kwargs)
+
+
+def change_between_samples(model: Path, tensor: str, place: int) -> Path:
+    """Change one bit that no sample covers; the file's times are others then."""
+    entry = Checkpoint.open(model).tensors[tensor]
+    before = {name: file.sample_sha256 for name, file in entries_of(model).items()}
+    with entry.file.open("r+b") as file:
+        file.seek(entry.offset + place)
+        [byte] = file.read(1)
+        file.seek(entry.offset + place)
+        file.write(bytes([byte ^ 0x40]))
+    assert {name: found.sample_sha256 for name, found in entries_of(model).items()} == before, "the test's own"
+    return entry.file
 
 
 def tune(file: Path) -> None:
@@ -127,6 +154,41 @@ def test_a_folder_that_was_copied_goes_on(model: Path, prompts: Path, output: Pa
     assert any("weights files have other times" in note for note in summary.notes)
     assert {file["mtime_ns"] for file in manifest(output)["weights"].values()} == {0}
     assert not any("other times" in note for note in job(copy, prompts, output).notes)
+
+
+@pytest.mark.parametrize(
+    ("home", "more"),
+    [
+        pytest.param({"device": "cpu"}, {}, id="in host memory"),
+        pytest.param({"device": "nvme"}, {}, id="on the disk"),
+        pytest.param({"device": "cpu"}, {"quantization": {"bits": 8}}, id="quantized while loading"),
+        pytest.param({"device": "nvme", "nvme_path": "packed"}, {"quantization": {"bits": 8}}, id="a packed copy"),
+    ],
+)
+def test_one_bit_between_samples_is_refused_as_it_is_read(
+    model: Path, prompts: Path, output: Path, home: dict[str, str], more: dict[str, Any]
+) -> None:
+    if "nvme_path" in home:
+        home = {**home, "nvme_path": f"{output.parent / home['nvme_path']}"}
+    config = {"zero_optimization": {"stage": 3, "offload_param": home}, "zinfer": more}
+    with pytest.raises(JobError, match="boom"):
+        job(model, prompts, output, engine_factory=Stopping, config=config)
+    rows = output.read_bytes()
+    assert 0 < len(read_rows(output)) < 22
+    file = change_between_samples(model, "model.layers.1.mlp.down_proj.weight", 9000)
+    for _ in range(2):  # the refused run must not take the new times for those of the weights it began with
+        with pytest.raises(UnusableInput, match=r"holds other weights than .*bytes \d+ to \d+, in .*1\.mlp\.down_proj"):
+            job(model, prompts, output, engine_factory=InferenceEngine, config=config)
+        assert output.read_bytes() == rows
+    change_between_samples(model, "model.layers.1.mlp.down_proj.weight", 9000)
+    copy = shutil.copytree(model, model.with_name("copy"), copy_function=shutil.copyfile)
+    with pytest.raises(JobError, match="boom"):
+        job(copy, prompts, output, engine_factory=Stopping, config=config)
+    summary = job(copy, prompts, output, engine_factory=InferenceEngine, config=config)
+    assert summary.num_done + summary.num_skipped >= 22
+    assert not any("other times" in note for note in summary.notes), "all was compared by the run before"
+    assert not checksums_path(output).exists()
+    assert file.exists()
 
 
 def test_weights_that_change_while_the_model_is_loaded_end_the_job(model: Path, prompts: Path, output: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import time
@@ -19,6 +20,7 @@ from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_row
 from ranks_job_support import CONFIG, Job, ended
 from ranks_support import free_port
 
+from zinfer.checkpoint import Checkpoint
 from zinfer.cli import ending as ending_module
 from zinfer.cli.rank_endings import LAUNCHER, Ending, first_cause, read_endings
 from zinfer.jobs.manifest import read_manifest
@@ -259,6 +261,30 @@ def test_encoders_and_padded_batches_share_their_rows(
         job.run(num_ranks)
     assert jobs[0].rows() == jobs[1].rows()
     assert len(jobs[0].rows()) == 12
+
+
+@pytest.mark.slow
+def test_one_bit_of_the_part_that_another_rank_reads_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Each rank compares what it reads; whichever it is, the job ends as for other weights of rank 0."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    write_rows(tmp_path / "in.jsonl", prompt_rows(NUM_ROWS))
+    config = {**json.loads(CONFIG), "zinfer": {"parallel": {"pipeline": 2}}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    job = Job(tmp_path, "out.jsonl", "--batch-size", "4", "--ranks", "2")
+    interrupted(job)
+    rows = job.output.read_bytes()
+    entry = Checkpoint.open(tmp_path / "model").tensors["model.layers.3.mlp.gate_proj.weight"]
+    with entry.file.open("r+b") as file:  # of the second stage, between samples
+        file.seek(entry.offset + 9000)
+        [byte] = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x40]))
+    [(code, _, said)] = ended([start(job.words, job.folder, warm=True)])
+    assert code == 2, said
+    assert "rank 1 on " in said
+    assert re.search(r"holds other weights than .*in model\.layers\.3\.mlp\.gate_proj", " ".join(said.split()))
+    assert "Traceback" not in said
+    assert job.output.read_bytes() == rows
 
 
 def interrupted(job: Job) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 from zinfer.batching.llm import LLM
 from zinfer.config.settings import Batching
+from zinfer.engine.division import Prepare
 from zinfer.engine.input_errors import InputErrors
 from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
@@ -83,9 +84,10 @@ class RaggedCompleter(Completer):
     Args:
         stated: sizes set in the configuration.
         kept: sizes that were planned, or those of the completer that began the job; stated ones come first.
+        prepare: as for `LLM`.
     """
 
-    def __init__(self, request: JobRequest, stated: Batching, kept: Sizes) -> None:
+    def __init__(self, request: JobRequest, stated: Batching, kept: Sizes, prepare: Prepare) -> None:
         keys, arguments = split(kept)
         options: dict[str, Any] = {name: size for name, size in keys.items() if getattr(stated, name) in (None, "auto")}
         if request.trace is not None:
@@ -96,6 +98,7 @@ class RaggedCompleter(Completer):
             request.model,
             request.config,
             **arguments,
+            prepare=prepare,
             beside_load=self._rehearsal.beside_load,
             **options,
         )

@@ -4,18 +4,22 @@ import json
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 
+from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.page_sums import PageSums
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
 from zinfer.config.settings import mute_key_report
+from zinfer.engine.division import Prepare
 from zinfer.engine.engine import InferenceEngine
 from zinfer.engine.input_errors import InputErrors
+from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.streamed_model import FindReserve
 from zinfer.errors import ConfigError, JobError, PlanError
 from zinfer.jobs.arrangement import with_mesh
@@ -35,12 +39,13 @@ from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.report import Moment, Timeline
 from zinfer.jobs.request import JobRequest, Task, kept_message
 from zinfer.jobs.summary import weights_line
-from zinfer.jobs.weights import Weights
+from zinfer.jobs.weights import Weights, find_other_bytes
 from zinfer.model.batching_support import check_family
 from zinfer.model.padding import RowSharing, find_row_sharing
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.planning.job_sizes import Sizes
+from zinfer.quantization.native.manifest import MANIFEST_NAME, Manifest
 from zinfer.requests.generation_config import GenerationDefaults
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
@@ -69,6 +74,7 @@ class ExecutionMode:
         batch_size: rows that share passes.
         num_shares: as given.
         judges_batch_size: whether a new job judges its batch size by its first rows.
+        sums: checksums of the weights that are read, to be set before the model is loaded; None: none are kept.
         completer: None before the first batch.
         computing_s: seconds in passes.
     """
@@ -113,6 +119,7 @@ class ExecutionMode:
         self.batch_size = request.batch_size or (_PADDED_ROWS if self._is_padded else ROWS_TOGETHER)
         self.judges_batch_size = not (request.batch_size or request.only_missing or self._is_padded or self._encodes)
         self.num_shares = num_shares
+        self.sums: PageSums | None = None
         self.completer: Completer | None = None
         self.computing_s = 0.0
         self._timeline: Timeline | None = None
@@ -267,13 +274,14 @@ class ExecutionMode:
     def _open(self, prompts: Sequence[Prompt], sizes: Sizes) -> Completer:
         request = self._request
         if self.is_batched:
-            return RaggedCompleter(request, self._settings.batching, sizes)
+            return RaggedCompleter(request, self._settings.batching, sizes, _preparing(self.sums))
         options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
         if self._is_padded and self._plans_room:
             options |= batch_shape(prompts)
         settings = resolve_settings(request.config, {**request.keys, **options})
         find_reserve = self._find_reserve(prompts) if self._encodes else None
-        engine = InferenceEngine(request.model, settings, find_reserve=find_reserve)
+        prepare = _preparing(self.sums)
+        engine = InferenceEngine(request.model, settings, find_reserve=find_reserve, prepare=prepare)
         input_errors = InputErrors(engine.module, settings.quantization)
         if self._is_padded:
             limit = self._limits.most_tokens
@@ -295,6 +303,28 @@ class ExecutionMode:
     def _tokens_per_pass(self) -> int:
         """Maximum tokens per pass of an encoder."""
         return self._settings.batching.tokens_per_pass or TOKENS_PER_PASS
+
+
+def _preparing(sums: PageSums | None) -> Prepare:
+    """Return what prepares a model whose files, and those of a packed copy of it, are watched as they are read."""
+    if sums is None:
+        return PreparedModel.of
+
+    def observe(checkpoint: Checkpoint) -> PageSums:
+        return sums.watch(checkpoint, _prefix(checkpoint))
+
+    def prepare(*parts: Any) -> PreparedModel:
+        return replace(PreparedModel.of(*parts), observe=observe)
+
+    return prepare
+
+
+def _prefix(checkpoint: Checkpoint) -> str:
+    """Return the beginning of names of files: the same for stores of one model with the same part of each layer."""
+    if checkpoint.is_listed or not (checkpoint.folder / MANIFEST_NAME).is_file():
+        return ""
+    part = Manifest.read(checkpoint.folder).identity.settings.get("shard")
+    return "packed/" if part is None else f"packed {part}/"
 
 
 def _nothing_reserved(error: PlanError) -> str:
@@ -323,6 +353,8 @@ def _job_errors(what: str, kept: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError, MemoryError) as error:
+        if (refusal := find_other_bytes(error)) is not None:
+            raise refusal from None
         remedy = "run the same command again to go on"
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             remedy = (

@@ -6,9 +6,11 @@ from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from zinfer.checkpoint.fingerprint import tokenizer_hash
+from zinfer.checkpoint.page_sums import FileSums
 from zinfer.config import Settings
 from zinfer.config.settings import say_without_effect
 from zinfer.errors import JobError
@@ -23,7 +25,7 @@ from zinfer.jobs.job_forecast import forecast_batch, forecast_job
 from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.messages import Ready
 from zinfer.jobs.openai_response import OpenAIResponses
-from zinfer.jobs.output import Output, RowWriter
+from zinfer.jobs.output import Output, OutputFile, RowWriter
 from zinfer.jobs.peers import Peers
 from zinfer.jobs.progress import JobForecast, Meter
 from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, prefetch_iter
@@ -34,7 +36,7 @@ from zinfer.jobs.row_sample import RowSample
 from zinfer.jobs.rows import RowState, read_lines
 from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.versions import software
-from zinfer.jobs.weights import Weights, WeightsFile
+from zinfer.jobs.weights import Weights, WeightsFile, new_sums, read_sums, write_sums
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.planning.job_plan import Job
@@ -84,6 +86,7 @@ class JobRun:
         for note in check_first_rows(self._index, request.form):
             meter.note(note)
         self._sample: RowSample | None = None
+        self._recorded: dict[str, FileSums] = {}
         self._divided: Mapping[str, int] = {}
         prompts = map(self._reader.read, read_lines(rows))
         if tokenizer is None and self._index.num_rows and not any(isinstance(row, Prompt) for row in prompts):
@@ -122,7 +125,8 @@ class JobRun:
         is_partial, written = self._request.only_missing, out.token_ids_of
         cutter = BatchCutter(self._reader, states, mode.batch_size, only_missing=is_partial, written=written)
         batches = BatchSource(prefetch_iter(cutter))
-        with closing(RowWriter(out, meter.add_finished)) as writer, closing(batches) as source:
+        writing = RowWriter(out, meter.add_finished, partial(self._keep_sums, out))
+        with closing(writing) as writer, closing(batches) as source:
             records = Records(responses, writer.put, states)
             while (batch := source.next()) is not None:
                 self._finish(batch, out, records, source)
@@ -176,7 +180,8 @@ class JobRun:
         else:
             out.check_same_job(now)
         if former is not None:
-            self._weights.check_same(former.weights, now.weights, self._meter.note)
+            self._recorded = read_sums(out.path, former.began.isoformat())
+            self._weights.check_same(former.weights, now.weights, self._meter.note, bool(self._recorded))
             if now.weights != former.weights:
                 out.keep(replace(former, weights=now.weights))
             if former.versions != now.versions:
@@ -189,6 +194,8 @@ class JobRun:
             if torn_bytes:
                 self._meter.note(f"{out.path}: dropped a torn last line of {torn_bytes} bytes")
         self._encoder.now = self._manifest.began
+        if isinstance(out, OutputFile):
+            self._mode.sums = new_sums(self._recorded)
         return states
 
     def _choose_batch_size(self) -> None:
@@ -212,12 +219,21 @@ class JobRun:
         mesh = choose_mesh(self._request, self._settings, lambda: self._planned(prompts), peers.hosts, say)
         self._divided = mesh.divided
         sizes = self._manifest.sizes or self._choose_sizes(prompts, mesh, len(set(peers.hosts)))
-        peers.open(prompts, sizes, mesh)
+        peers.open(prompts, sizes, mesh, self._recorded, mode.sums)
         mode.num_shares = mesh.num_shares
         completer = mode.load(prompts, sizes, mesh.stated)
         peers.wait_ready(Ready(completer.sizes, completer.num_pages))
         self._meter.load = lambda: completer.load().with_ranks(peers.loads())
         return completer
+
+    def _keep_sums(self, out: Output) -> None:
+        """Write the checksums of what all ranks have read, before rows that were computed with it are written."""
+        if (sums := self._mode.sums) is None:
+            return
+        if self._peers is not None:
+            self._peers.collect_sums()
+        if sums.is_changed:
+            write_sums(out.path, self._manifest.began.isoformat(), sums)
 
     def _choose_sizes(self, prompts: Sequence[Prompt], mesh: Mesh = ALONE, num_hosts: int = 1) -> Sizes:
         if not self._mode.is_batched:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from zinfer.checkpoint.page_sums import FileSums, NewSums
 from zinfer.jobs.completer import Answer
 from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Prompt
@@ -22,11 +23,16 @@ class Hello:
 
 @dataclass(frozen=True)
 class Open:
-    """From rank 0: load the model, planned for the first prompts; arguments as for `ExecutionMode.load`."""
+    """From rank 0: load the model, planned for the first prompts; arguments as for `ExecutionMode.load`.
+
+    Attributes:
+        sums: checksums of the weights that the job began with; None: none are kept.
+    """
 
     prompts: tuple[Prompt, ...]
     sizes: Sizes
     parallel: Mapping[str, int]
+    sums: Mapping[str, FileSums] | None
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,18 @@ class Ready:
 
     sizes: Sizes
     num_pages: int
+
+
+@dataclass(frozen=True)
+class WantSums:
+    """From rank 0, which is about to write rows: tell what was read; answered also while a batch is computed."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """From a rank: checksums of the weights that it has read since it last told of them."""
+
+    found: tuple[NewSums, ...]
 
 
 @dataclass(frozen=True)
@@ -93,10 +111,11 @@ class Left:
 class Cause(IntEnum):
     """Why a rank ended early; of several, the first of this order is told."""
 
-    GONE = 0  # without a word
-    ERROR = 1
-    SIGNAL = 2
-    OTHER_RANK = 3  # another one, as far as it knows
+    REFUSAL = 0  # its files are not those that the job began with
+    GONE = 1  # without a word
+    ERROR = 2
+    SIGNAL = 3
+    OTHER_RANK = 4  # another one, as far as it knows
 
 
 @dataclass(frozen=True)

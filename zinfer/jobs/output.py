@@ -20,7 +20,7 @@ from zinfer.errors import JobError
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
 from zinfer.jobs.records import encode_row, read_record, read_token_ids
-from zinfer.jobs.request import STANDARD_STREAM, UnusableInput, manifest_path
+from zinfer.jobs.request import STANDARD_STREAM, UnusableInput, checksums_path, manifest_path
 from zinfer.jobs.rows import RowState
 from zinfer.nvme.pool import start_thread
 from zinfer.nvme.whole_file import place_file, sync_folder
@@ -101,15 +101,18 @@ class OutputFile:
         self._index = index
 
     def finish(self) -> None:
-        """Check that the rows are as written, and put them in order, if they are to be.
+        """Check that the rows are as written, put them in order, if they are to be, and remove the weights' checksums.
 
         Raises:
             JobError: the file was altered, or cannot be written.
         """
         self.check_unaltered()
-        if self._index is None:
-            return
-        self.resume(self._index)
+        if self._index is not None:
+            self._order(self._index)
+        checksums_path(self.path).unlink(missing_ok=True)
+
+    def _order(self, index: RowIndex) -> None:
+        self.resume(index)
         if any(earlier > later for earlier, later in pairwise(self._begins)):
             try:
                 place_file(self.path.resolve(), map(self._line_at, self._begins))
@@ -342,10 +345,13 @@ class RowWriter:
     Args:
         out: a file that is begun.
         on_written: called with the number of rows just written.
+        before: called before rows are written; writes what must be on the disk by then.
     """
 
-    def __init__(self, out: Output, on_written: Callable[[int], None]) -> None:
-        self._out, self._on_written = out, on_written
+    def __init__(
+        self, out: Output, on_written: Callable[[int], None], before: Callable[[], None] = lambda: None
+    ) -> None:
+        self._out, self._on_written, self._before = out, on_written, before
         # `put` may be interrupted by a signal at any line, which a SimpleQueue survives.
         self._rows: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -382,6 +388,7 @@ class RowWriter:
                 coming.append(self._rows.get())
             is_open = None not in coming
             if rows := [row for row in coming if row is not None]:
+                self._before()
                 self._out.append(rows)
                 self._on_written(len(rows))
 

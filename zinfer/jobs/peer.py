@@ -31,7 +31,7 @@ class Peer:
         self.load = Load()
         self.prompts: tuple[Prompt, ...] = ()
         self.missing: Mapping[int, int] = {}
-        self.is_busy = self.is_ended = self.has_failed = False
+        self.is_busy = self.is_ended = self.has_failed = self.owes_sums = False
         self.stats: RunStats | None = None
         self._sending = threading.Lock()
 

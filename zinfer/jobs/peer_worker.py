@@ -12,6 +12,7 @@ from signal import SIGINT, Signals
 from typing import Any, Final
 
 from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.page_sums import PageSums
 from zinfer.config import Settings
 from zinfer.errors import RankError, SilentRankError, silent_rank_of
 from zinfer.jobs.completer import Completer
@@ -29,12 +30,15 @@ from zinfer.jobs.messages import (
     Left,
     Open,
     Ready,
+    Sums,
+    WantSums,
     Work,
 )
 from zinfer.jobs.progress import Load, Meter
-from zinfer.jobs.request import JobRequest, OtherRankFailed
+from zinfer.jobs.request import JobRequest, OtherRankFailed, UnusableInput
 from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.versions import software
+from zinfer.jobs.weights import find_other_bytes, new_sums
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.nvme.pool import start_thread
@@ -69,6 +73,7 @@ class PeerWorker:
         self._request = replace(request, report=None)
         self._settings = settings
         self._mode: ExecutionMode | None = None
+        self._sums: PageSums | None = None
         self._over = threading.Event()
         self._sending = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -86,7 +91,8 @@ class PeerWorker:
         """
         try:
             return self._serve()
-        except BaseException as failure:
+        except BaseException as raised:
+            failure = find_other_bytes(raised) or raised
             fail_models(failure)
             cause, text = self._explain(failure)
             self._send(Failed(cause, text))
@@ -102,6 +108,8 @@ class PeerWorker:
                 raise RankError(text) from failure
             if is_alone or cause is Cause.OTHER_RANK:
                 raise OtherRankFailed(text) from failure
+            if failure is not raised:
+                raise failure from None
             raise
 
     def close(self) -> None:
@@ -141,6 +149,7 @@ class PeerWorker:
                         self._send(Idle(completer.load()))
                 case End():
                     self._over.set()
+                    self._tell_sums()
                     self._send(Ended(None if completer is None else completer.stats()))
                 case Finished(summary):
                     return summary
@@ -153,6 +162,7 @@ class PeerWorker:
         limits = read_limits(model, settings.max_out_tokens, generates=self._request.generates)
         tokenizer = find_tokenizer(checkpoint.folder)
         self._mode = ExecutionMode(self._request, settings, model, tokenizer, limits, None, Meter())
+        self._mode.sums = self._sums = None if message.sums is None else new_sums(message.sums)
         return self._mode.load(message.prompts, message.sizes, message.parallel)
 
     def _compute(self, completer: Completer, work: Work) -> None:
@@ -169,6 +179,9 @@ class PeerWorker:
         while not self._over.wait(_NEWS_S):
             self._send(completer.load())
 
+    def _tell_sums(self) -> None:
+        self._send(Sums(() if self._sums is None else tuple(self._sums.take_new())))
+
     def _next(self) -> Any:
         message = self._inbox.get()
         if isinstance(message, BaseException):
@@ -179,7 +192,10 @@ class PeerWorker:
         """Receive rank 0's messages; once it is gone, nothing is computed any more."""
         with suppress(EOFError, OSError):
             while not isinstance(message := self._read(self._link.recv_bytes()), Finished | Left):
-                self._inbox.put(message)
+                if isinstance(message, WantSums):
+                    self._tell_sums()
+                else:
+                    self._inbox.put(message)
             self._was_told = True
             if isinstance(message, Finished):
                 self._inbox.put(message)
@@ -218,6 +234,8 @@ class PeerWorker:
         if not isinstance(failure, Exception):
             name = Signals(getattr(failure, "signal_number", SIGINT)).name
             return Cause.SIGNAL, f"{name}: stopped"
+        if isinstance(failure, UnusableInput):
+            return Cause.REFUSAL, str(failure)
         cause = failure.__cause__ if isinstance(failure.__cause__, Exception) else failure
         for each in (failure, cause):  # a rank's failure may have a cause of its own: the connection that ended
             if isinstance(each, RankError | OtherRankFailed):

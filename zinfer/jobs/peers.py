@@ -13,9 +13,25 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
+from zinfer.checkpoint.page_sums import FileSums, PageSums
 from zinfer.errors import JobError, RankError, SilentRankError
 from zinfer.jobs.completer import Answer
-from zinfer.jobs.messages import Answered, Begin, Cause, End, Ended, Failed, Finished, Hello, Idle, Open, Ready, Work
+from zinfer.jobs.messages import (
+    Answered,
+    Begin,
+    Cause,
+    End,
+    Ended,
+    Failed,
+    Finished,
+    Hello,
+    Idle,
+    Open,
+    Ready,
+    Sums,
+    WantSums,
+    Work,
+)
 from zinfer.jobs.peer import Peer
 from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Batch, Prompt
@@ -72,6 +88,7 @@ class Peers:
         self._begin: Callable[[Iterable[tuple[int, Prompt | BadRow]]], Mapping[int, int]] = lambda missing: {}
         self._write: Callable[[int, Prompt, Answer], None] = lambda ordinal, prompt, answer: None
         self.has_started = False
+        self._sums: PageSums | None = None
         self.hosts, self.num_in_step = group.hosts, 1
         links = open_links(group)
         self._peers = [Peer(rank, group.hosts[rank], link) for rank, link in enumerate(links, start=1)]
@@ -97,8 +114,19 @@ class Peers:
                 theirs, ours = name_values(peer.hello.versions), name_values(versions)
                 raise UnusableInput(f"{peer.name} runs {theirs}, rank 0 {ours}; install the same on all hosts")
 
-    def open(self, prompts: Sequence[Prompt], sizes: Sizes, mesh: Mesh) -> None:
+    def open(
+        self,
+        prompts: Sequence[Prompt],
+        sizes: Sizes,
+        mesh: Mesh,
+        recorded: Mapping[str, FileSums],
+        sums: PageSums | None,
+    ) -> None:
         """Let all ranks load the model, while this one does.
+
+        Args:
+            recorded: checksums of the weights that the job began with.
+            sums: are given those of all ranks; None: they are not compared and not kept.
 
         Parts of a model take different bytes for as many pages of its KV cache, so a size in bytes is one rank's alone.
         """
@@ -111,8 +139,9 @@ class Peers:
         self.num_in_step = 1 + len(self._followers[0])
         if mesh.num_in_step > 1:
             sizes = {name: size for name, size in sizes.items() if name != _BYTES}
+        self._sums = sums
         for peer in self._peers:
-            self._send(peer, Open(tuple(prompts), dict(sizes), mesh.stated))
+            self._send(peer, Open(tuple(prompts), dict(sizes), mesh.stated, None if sums is None else recorded))
 
     def wait_ready(self, own: Ready) -> None:
         """Wait until all ranks have loaded the model.
@@ -148,6 +177,22 @@ class Peers:
         for peer in self._leaders:
             peer.is_busy = True
             self._send(peer, Begin())
+
+    def collect_sums(self) -> None:
+        """Wait for the checksums of all that the ranks have read; what those know that failed is lost."""
+        with self._changed:
+            for peer in self._peers:
+                peer.owes_sums = True
+        for peer in self._peers:
+            self._send(peer, WantSums())
+        with self._changed:  # a rank has told all before it ends
+            self._changed.wait_for(
+                lambda: (
+                    self._failures
+                    or self._is_closed
+                    or not any(peer.owes_sums and not peer.is_ended for peer in self._peers)
+                )
+            )
 
     def share(self, prompts: Sequence[Prompt], missing: Collection[int]) -> None:
         """Let the ranks that make the same passes as this one compute its next batch.
@@ -229,6 +274,8 @@ class Peers:
             self._is_closed = True
             for peer in self._peers:
                 peer.leave()
+            with self._changed:
+                self._changed.notify_all()
             self._watch.end()
 
     def _give_up(self, failure: SilentRankError) -> None:
@@ -273,13 +320,25 @@ class Peers:
                 prompt = peer.prompts[message.place]
                 if (ordinal := peer.missing.get(id(prompt))) is not None:
                     self._write(ordinal, prompt, message.answer)
+            case Sums():
+                self._add_sums(peer, message)
             case Ended():
                 peer.stats, peer.is_ended = message.stats, True
             case Failed():
                 peer.has_failed = True
-                self._note(message.cause, f"{peer.name}: {message.text}")
+                text = f"{peer.name}: {message.text}"
+                self._note(message.cause, UnusableInput(text) if message.cause is Cause.REFUSAL else text)
             case _:
                 raise AssertionError(f"{peer.name} sent {message!r}")
+
+    def _add_sums(self, peer: Peer, message: Sums) -> None:
+        if self._sums is not None and (found := self._sums.merge(message.found)) is not None:
+            name, offset = found
+            raise JobError(
+                f"{peer.name} has read other weights than another rank, in {name} from byte {offset} on; give all "
+                "ranks the same files"
+            )
+        peer.owes_sums = False
 
     def _hand_out(self, peer: Peer) -> None:
         while (batch := self._next()) is not None:

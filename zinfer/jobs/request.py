@@ -168,3 +168,8 @@ def kept_message(output: Path) -> str:
 def manifest_path(output: Path) -> Path:
     """Return the path of an output's manifest."""
     return output.with_name(output.name + ".manifest.json")
+
+
+def checksums_path(output: Path) -> Path:
+    """Return the path of the checksums of the weights that an unfinished job has read."""
+    return output.with_name(output.name + ".checksums")

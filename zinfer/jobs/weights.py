@@ -1,10 +1,12 @@
-"""Tells whether a job goes on with the weights that it began with: by each file's size and times, else by samples.
+"""Tells whether a job goes on with the weights that it began with: by each file's size and times, else by its bytes.
 
-A file whose size and times are as recorded is not read. Samples take milliseconds a file, whatever its size and however
-many ranks read it. They tell other weights apart, fine-tunes of one model too, also where a single matrix differs; they
-do not notice damage to a few bytes.
+A file whose size and times are as recorded is taken as it was. Of others, samples tell most other weights apart before
+anything is loaded, in milliseconds a file; all other bytes are compared with checksums as they are loaded
+([Note: pages of 4 KiB] in `zinfer.checkpoint.page_sums`). The ranks of a job keep these together, in a file beside the
+manifest that is written before the first row.
 """
 
+import errno
 import hashlib
 import os
 from collections import defaultdict
@@ -15,18 +17,24 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import xxhash
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.faults import unreadable
 from zinfer.checkpoint.header import TensorEntry
+from zinfer.checkpoint.page_sums import FileSums, OtherBytes, PageSums
 from zinfer.errors import JobError
-from zinfer.jobs.request import UnusableInput
+from zinfer.jobs.request import UnusableInput, checksums_path
 from zinfer.nvme.file_identity import FileIdentity
+from zinfer.nvme.whole_file import place_file
+from zinfer.ranks.values import from_bytes, to_bytes
 
 _SAMPLE_BYTES: Final = 4096
 _NUM_READERS: Final = 16  # at once: a disk takes its time for each
+_REMEDY: Final = "restore the file, give another --output, or --restart to discard the job's rows"
+_DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -77,7 +85,11 @@ class Weights:
             return dict(zip(self._paths, readers.map(partial(self._entry, former), self._paths), strict=True))
 
     def check_same(
-        self, former: Mapping[str, WeightsFile], now: Mapping[str, WeightsFile], note: Callable[[str], None]
+        self,
+        former: Mapping[str, WeightsFile],
+        now: Mapping[str, WeightsFile],
+        note: Callable[[str], None],
+        has_checksums: bool = False,
     ) -> None:
         """Compare the files with those that the job began with.
 
@@ -85,6 +97,7 @@ class Weights:
             former: entries of the job's manifest.
             now: what `entries` returns.
             note: says that files have other times.
+            has_checksums: whether all bytes will be compared as they are read.
 
         Raises:
             UnusableInput: a file holds other weights.
@@ -92,13 +105,13 @@ class Weights:
         for name, entry in now.items():
             if difference := _difference(former.get(name), entry):
                 raise UnusableInput(
-                    f"model {self._paths[name]} holds other weights than when this job began ({difference}); restore "
-                    "the file, give another --output, or --restart to discard the job's rows"
+                    f"model {self._paths[name]} holds other weights than when this job began ({difference}); {_REMEDY}"
                 )
         if num_touched := sum(former[name] != entry for name, entry in now.items()):
+            rest = "the rest is compared as it is read" if has_checksums else "of the rest no checksums were kept"
             note(
                 f"{num_touched} weights files have other times than when this job began; sizes and samples of each "
-                "tensor are the same"
+                f"tensor are the same, and {rest}"
             )
 
     def _entry(self, former: Mapping[str, WeightsFile], name: str) -> WeightsFile:
@@ -120,6 +133,62 @@ class Weights:
                 raise JobError(
                     f"model {file} was changed while the job ran ({then.difference(now)}); run the same command again"
                 )
+
+
+def new_sums(recorded: Mapping[str, FileSums]) -> PageSums:
+    """Return the checksums of one process of a job, which compares what it reads with those recorded."""
+    return PageSums(recorded, _REMEDY)
+
+
+def read_sums(output: Path, job: str) -> dict[str, FileSums]:
+    """Return the checksums beside an output; empty if there are none, or they are another job's.
+
+    Raises:
+        UnusableInput: they cannot be read, or are damaged.
+    """
+    path = checksums_path(output)
+    try:
+        data = path.read_bytes()
+        if xxhash.xxh3_128_digest(memoryview(data)[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]:
+            raise ValueError("its bytes are not those that were written")
+        then, found = from_bytes(data[_DIGEST_BYTES:])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UnusableInput(
+            f"checksums {path} of the job's weights cannot be read ({error}); --restart discards the job's rows, or "
+            "remove this file: weights are then told apart by samples"
+        ) from error
+    return dict(found) if then == job else {}
+
+
+def write_sums(output: Path, job: str, sums: PageSums) -> None:
+    """Replace the checksums beside an output.
+
+    Args:
+        job: identifies the job that wrote the output.
+
+    Raises:
+        JobError: they cannot be written.
+    """
+    path = checksums_path(output)
+    data = to_bytes((job, sums.recorded()))
+    try:
+        place_file(path, [xxhash.xxh3_128_digest(data), data])
+    except OSError as error:
+        remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "check the disk"
+        raise JobError(
+            f"checksums {path} of the job's weights cannot be written: {error.strerror} (errno {error.errno}); "
+            f"{remedy} and run the same command again to go on"
+        ) from error
+
+
+def find_other_bytes(failure: BaseException) -> UnusableInput | None:
+    """Return the error for the user if a failure is of weights that are not those that the job began with."""
+    cause: BaseException | None = failure
+    while cause is not None and not isinstance(cause, OtherBytes):
+        cause = cause.__cause__
+    return None if cause is None else UnusableInput(str(cause))
 
 
 def _ctime_ns(file: Path) -> int:
