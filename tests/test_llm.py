@@ -284,9 +284,19 @@ def test_fields_of_params_are_taken_by_themselves(
 
 
 def test_without_a_number_a_text_ends_where_the_context_does(llm: LLM) -> None:
-    found = llm.generate([{"prompt_token_ids": [3] * 120}, {"prompt_token_ids": [3] * 128}], ignore_eos=True)
-    assert (len(found[0].token_ids), found[0].finish_reason) == (8, "length")
-    assert "128 tokens, which leaves no room for new ones within 128" in str(found[1].error)
+    prompts = [{"prompt_token_ids": [3] * 120}, {"prompt_token_ids": [3] * 128}]
+    for params in (
+        SamplingParams(ignore_eos=True),
+        SamplingParams(ignore_eos=True, max_new_tokens=9, min_new_tokens=9),
+        SamplingParams(ignore_eos=True, min_new_tokens=100),
+        SamplingParams(ignore_eos=True, max_new_tokens=10**9, temperature=1.0, seed=1),
+    ):
+        found = llm.generate(prompts, params)
+        assert (len(found[0].token_ids), found[0].finish_reason) == (8, "length")
+        assert "128 tokens, which leaves no room for new ones within 128" in str(found[1].error)
+    scored = SamplingParams(max_new_tokens=0, prompt_logprobs=0)
+    assert [each.token_ids for each in llm.generate(prompts, scored)] == [(), ()]
+    assert all(each.error is None for each in llm.generate(prompts, scored))
 
 
 def test_each_text_ends_where_its_own_settings_say(

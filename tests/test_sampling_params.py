@@ -169,6 +169,24 @@ def test_without_a_number_there_are_as_many_new_tokens_as_fit() -> None:
     assert SamplingParams(max_new_tokens=20).within(9).max_new_tokens == 20
 
 
+@pytest.mark.parametrize(
+    ("most", "num_left", "wanted"),
+    [
+        (20, 9, (9, 4)),
+        (20, 3, (3, 3)),
+        (20, 20, (20, 4)),
+        (20, None, (20, 4)),
+        (20, 0, (20, 4)),  # refused then
+        (None, 9, (9, 4)),
+        (None, 3, (3, 3)),
+        (None, None, (128, 4)),
+    ],
+)
+def test_new_tokens_are_clipped(most: int | None, num_left: int | None, wanted: tuple[int, int]) -> None:
+    params = SamplingParams(max_new_tokens=most, min_new_tokens=4).clipped(num_left)
+    assert (params.max_new_tokens, params.min_new_tokens) == wanted
+
+
 def test_params_do_not_follow_the_callers_containers() -> None:
     biases, stops = {1: 2.0}, ["a"]
     params = SamplingParams(logit_bias=biases, stop=stops)  # type: ignore[arg-type]

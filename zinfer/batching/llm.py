@@ -153,7 +153,8 @@ class LLM(BatchedModel):
             fields: fields of `SamplingParams` in place of params, such as ``max_new_tokens=4``; and ``priority`` and
                 ``owner`` as for `prepare`.
 
-        A prompt that is malformed or too long gets a completion with an ``error``; the others are completed.
+        A prompt that is malformed or too long gets a completion with an ``error``; the others are completed. One that
+        leaves less room within `limits` than params state gets as many new tokens as fit.
 
         Raises:
             ConfigError: the numbers of params and prompts differ, or template variables are given without any chat.

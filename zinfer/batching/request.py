@@ -107,7 +107,7 @@ class RequestBuilder:
     ) -> None:
         self._tokenizer, self._defaults = tokenizer, defaults
         self._end_token_ids, self._vocab_size = end_token_ids, vocab_size
-        self._encoder = PromptEncoder(tokenizer, vocab_size, limits)
+        self._encoder = PromptEncoder(tokenizer, vocab_size, limits, clips=True)
         self._lock = threading.Lock()  # tokenizers are not thread-safe
         self._compiler = GrammarCompiler(tokenizer, vocab_size, end_token_ids, self._lock)
 

@@ -71,18 +71,22 @@ class PromptEncoder:
         tokenizer: None: prompts must be token ids.
         vocab_size: vocabulary size of the model.
         limits: length limits of a prompt and its new tokens.
+        clips: whether a prompt gets as many new tokens as the limits leave where its params state more; else it is
+            refused.
 
     Attributes:
         now: current time for chat templates, with its time zone; None: the clock. Templates that call
             ``strftime_now`` with a format computed at run time always see the clock.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, limits: LengthLimits = NO_LIMITS) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, limits: LengthLimits = NO_LIMITS, *, clips: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.now: datetime | None = None
         self.prefix = ""
         self._vocab_size = vocab_size
-        self._limits = limits
+        self._limits, self._clips = limits, clips
         self._templates = ChatTemplates()
         self._says_bos = True
 
@@ -143,7 +147,8 @@ class PromptEncoder:
             raise ConfigError(
                 f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(token_ids)} tokens"
             )
-        params = params.within(self._limits.most_new(len(token_ids)))
+        num_left = self._limits.most_new(len(token_ids))
+        params = params.clipped(num_left) if self._clips else params.within(num_left)
         if problem := self._limits.problem(len(token_ids), params.most_new_tokens):
             raise ConfigError(problem)
         return token_ids, params
@@ -341,13 +346,12 @@ def is_chat(prompt: PromptLike) -> bool:
 
 
 def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
-    """Return a list of prompts; a list of messages with roles is one chat."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    several = list(prompts)  # a generator can be iterated only once
-    if several and all(isinstance(item, Mapping) and "role" in item for item in several):
+    """Return a list of prompts; a list of messages with roles is one chat, and vLLM's ``{"prompt": text}`` a text."""
+    is_one = isinstance(prompts, str | Mapping)
+    several = [cast(PromptLike, prompts)] if is_one else list(prompts)  # a generator can be iterated only once
+    if several and not is_one and all(isinstance(item, Mapping) and "role" in item for item in several):
         return [cast(Sequence[Mapping[str, Any]], several)]
-    return several
+    return [each["prompt"] if isinstance(each, Mapping) and set(each) == {"prompt"} else each for each in several]
 
 
 def _with_plain_content(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:

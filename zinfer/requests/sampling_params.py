@@ -212,6 +212,15 @@ class SamplingParams:
             most = min(most, num_left)
         return replace(self, max_new_tokens=most)
 
+    def clipped(self, num_left: int | None) -> "SamplingParams":
+        """Return a copy whose numbers of new tokens, stated or not, are ``num_left`` at most (None: no limit).
+
+        If ``num_left`` is less than 1, they stay too large.
+        """
+        if num_left is None or not 1 <= num_left < self.most_new_tokens:
+            return self.within(num_left)
+        return replace(self, max_new_tokens=num_left, min_new_tokens=min(self.min_new_tokens, num_left))
+
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always chosen, so that filters and seed have no effect."""
