@@ -30,6 +30,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
       for kind in ("json", "regex", "choice", "grammar")),
     (text("", continue_final_message=True), "continue_final_message is for the messages of a chat"),
     (chat("", continue_final_message=True, add_generation_prompt=True), "are both true"),
+    (chat("", detokenize=False), "detokenize is not supported; leave it out"),
     (chat("", add_special_tokens=1), "add_special_tokens must be true or false, not 1"),
     (chat("", echo=False), "unknown field 'echo'; known fields: model, user, metadata"),
     (text("", messages=HI), "unknown field 'messages'"),

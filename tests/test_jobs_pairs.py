@@ -59,12 +59,14 @@ def test_rows_say_which_tokens_may_come_and_where_they_end(tmp_path: Path) -> No
         {"id": "few", **few},
         {"id": "one", **few, "bad_words": [letters_tokenizer().decode([70])]},
         {"id": "ended", **few, "stop_token_ids": [70, 71], "include_stop_str_in_output": True},
+        {"id": "bare", **few, "detokenize": False},
         {"id": "shown", **few, "allowed_token_ids": [1], "ignore_eos": True, "skip_special_tokens": False},
     ]
     write_rows(tmp_path / "in.jsonl", rows)
     run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", device="cpu")
     found = {row["id"]: row for row in read_rows(tmp_path / "out.jsonl")}
     assert set(found["few"]["token_ids"]) <= {70, 71}
+    assert (found["bare"]["token_ids"], found["bare"]["text"]) == (found["few"]["token_ids"], "")
     assert found["one"]["token_ids"] == [71] * 6
     assert found["ended"]["stop_reason"] == found["few"]["token_ids"][0]
     assert found["ended"]["text"] == letters_tokenizer().decode(found["few"]["token_ids"][:1])

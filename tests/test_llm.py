@@ -299,6 +299,18 @@ def test_without_a_number_a_text_ends_where_the_context_does(llm: LLM) -> None:
     assert all(each.error is None for each in llm.generate(prompts, scored))
 
 
+def test_tokens_without_text() -> None:
+    fields = {"max_new_tokens": 8, "logprobs": 0}
+    with LLM(DEMO / "model", device="cpu", kv_cache_memory="8MB") as llm:
+        whole, bare = (llm.generate("123+456=", **fields, detokenize=each)[0] for each in (True, False))
+        assert whole == replace(bare, text="579")
+        handle = llm.prepare({"prompt": "123+456="}, deltas=True, detokenize=False, max_new_tokens=8)
+        llm.submit(handle)
+        assert [each.text for each in handle] == [""] * len(bare.token_ids)
+        with pytest.raises(ConfigError, match=r"stop is for texts, and detokenize is false.* give stop_token_ids"):
+            llm.generate("123+456=", detokenize=False, stop="7")
+
+
 def test_each_text_ends_where_its_own_settings_say(
     llm: LLM, prompts: list[list[int]], alone: list[tuple[int, ...]]
 ) -> None:

@@ -14,7 +14,7 @@ from zinfer.requests.generation_config import NO_RULES, GenerationDefaults, Toke
 from zinfer.requests.grammar import Grammar, GrammarCompiler
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, as_list, is_chat, template_variables
-from zinfer.requests.prompt_end import PromptEnd, find_prompt_end
+from zinfer.requests.prompt_end import NO_PROMPT, PromptEnd, find_prompt_end
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import StopCriteria
 from zinfer.scheduling.precedence import FIRST_COME, Precedence
@@ -231,6 +231,8 @@ class RequestBuilder:
         return None if form is None else self._compiler.compile(form, is_checked=is_checked)
 
     def _prompt_end(self, prompt_ids: Sequence[int], params: SamplingParams) -> PromptEnd:
+        if not params.detokenize:
+            return NO_PROMPT
         is_formed = params.structured_outputs is not None
         return find_prompt_end(
             self._tokenizer, prompt_ids, skips_special=params.skip_special_tokens, is_formed=is_formed
@@ -239,8 +241,8 @@ class RequestBuilder:
     def _detokenizer(self, params: SamplingParams, prompt_end: PromptEnd, is_wanted: bool) -> Detokenizer | None:
         if not is_wanted:
             return None
-        skips_special = params.skip_special_tokens
-        return Detokenizer(self._tokenizer, params.stop, skips_special=skips_special, prompt_end=prompt_end)
+        skips_special, tokenizer = params.skip_special_tokens, self._tokenizer if params.detokenize else None
+        return Detokenizer(tokenizer, params.stop, skips_special=skips_special, prompt_end=prompt_end)
 
 
 def _paired(

@@ -21,7 +21,7 @@ from zinfer.requests.tools import ToolUse, read_tools
 
 _MOST_NEW: Final = ("max_tokens", "max_completion_tokens")
 _NAMES: Final = {
-    **{name: name for name in FIELDS if name not in ("max_new_tokens", "min_new_tokens")},
+    **{name: name for name in FIELDS if name not in ("max_new_tokens", "min_new_tokens", "detokenize")},
     **dict.fromkeys(_MOST_NEW, "max_new_tokens"),
     "min_tokens": "min_new_tokens",
 }
@@ -32,7 +32,7 @@ _NOT_SUPPORTED: Final = frozenset(
         # Chats may have tools.
         *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "suffix"),
         *("audio", "web_search_options", "truncate_prompt_tokens", "return_token_ids"),
-        *("spaces_between_special_tokens", "chat_template"),
+        *("spaces_between_special_tokens", "detokenize", "chat_template"),
         *("documents", "use_beam_search", "length_penalty", "system", "input", "instructions"),
     }
 )

@@ -79,6 +79,7 @@ class SamplingParams:
     structured_outputs: what the output must be, such as JSON of a schema; it ends there, even before min_new_tokens.
     stop: texts; stop_token_ids: tokens besides the model's end tokens. ignore_eos: the model's end tokens do not stop.
     include_stop_str_in_output: keep the stop string or token in the text. skip_special_tokens: omit special tokens.
+    detokenize: false: outputs are tokens without text, and have no stop strings.
     n: number of outputs. logprobs: number of alternatives returned for each token; 0: only the chosen token's
     log-probability; None: nothing. prompt_logprobs: the same for the prompt's tokens from position
     prompt_logprobs_start on, at the earliest the second one (1).
@@ -128,6 +129,7 @@ class SamplingParams:
     ignore_eos: _Switch = False
     include_stop_str_in_output: _Switch = False
     skip_special_tokens: _Switch = True
+    detokenize: _Switch = True
     n: Annotated[
         int, Field(ge=1, le=MAX_N, description=f"a whole number from 1 to {MAX_N}"), BeforeValidator(as_whole)
     ] = 1
@@ -162,6 +164,11 @@ class SamplingParams:
             raise ValueError(
                 "continue_final_message and add_generation_prompt are both true, and a chat's last message is either "
                 "continued or answered; give one of them"
+            )
+        if self.stop and not self.detokenize:
+            raise ValueError(
+                "stop is for texts, and detokenize is false, which leaves outputs without text; give stop_token_ids "
+                "instead, or leave detokenize out"
             )
         if self.n > 1 and self.is_greedy:
             raise ValueError(f"n must be 1 if temperature is 0, since greedy outputs are all the same, not {self.n}")

@@ -44,7 +44,8 @@ class StopCriteria:
         end_token_ids: Collection[int],
         prompt_end: PromptEnd = NO_PROMPT,
     ) -> None:
-        self._tokenizer, self._params, self._stop, self._prompt_end = tokenizer, params, params.stop, prompt_end
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._params, self._stop, self._prompt_end = params, params.stop, prompt_end
         self.reads, self._most_tokens = bool(params.stop), params.most_new_tokens
         special: dict[str, int] = {}
         if self.reads:
