@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zinfer import ray as ray
     from zinfer import runtime as runtime
     from zinfer.batching.async_llm import AsyncLLM
+    from zinfer.batching.beam_search import BeamSearchParams
     from zinfer.batching.llm import LLM
     from zinfer.comm import init_distributed
     from zinfer.compat import zero as zero
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "Completion",
     "DeepSpeedConfigError",
     "DeepSpeedInferenceConfig",
@@ -63,6 +65,7 @@ __all__ = [
 _HOMES: Final = {
     "LLM": "zinfer.batching.llm",
     "AsyncLLM": "zinfer.batching.async_llm",
+    "BeamSearchParams": "zinfer.batching.beam_search",
     "Completion": "zinfer.requests.completion",
     "SamplingParams": "zinfer.requests.sampling_params",
     "StructuredOutputsParams": "zinfer.requests.structured_outputs",

@@ -65,7 +65,7 @@ class BatchedModel:
         draft: a small model that guesses tokens, which this one closes; None: there is none.
 
     Attributes:
-        tokenizer, vocab_size, limits: as of `LLM`.
+        tokenizer, vocab_size, limits, end_token_ids: as of `LLM`.
         has_experts: whether tokens choose among experts, so that those that share a pass decide what kernels they get.
 
     Raises:
@@ -217,7 +217,7 @@ class BatchedModel:
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
         self.vocab_size = int(module.config.get_text_config().vocab_size)
         self.limits = read_limits(module, settings.max_out_tokens)
-        ends = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
+        self.end_token_ids = ends = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
         self._defaults = GenerationDefaults.of(module, settings.generation_config)
         self._builder = RequestBuilder(self.tokenizer, self.vocab_size, self.limits, ends, self._defaults)
 

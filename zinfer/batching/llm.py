@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import nn
 
 from zinfer.batching.batched_model import BatchedModel, BesideLoad
+from zinfer.batching.beam_search import BeamSearchOutput, BeamSearchParams, one_step, search_beams
 from zinfer.batching.draft_model import beside_draft, draft_config, own_bytes, saying_shares
 from zinfer.batching.handle import Handle
 from zinfer.checkpoint import Checkpoint
@@ -67,6 +68,7 @@ class LLM(BatchedModel):
         tokenizer: None: there is none.
         vocab_size: token ids are below it.
         limits: of prompts and new tokens.
+        end_token_ids: the tokens that end a text, by the model's generation config, else its tokenizer.
 
     Raises:
         ConfigError, CheckpointError, PlanError: as `zinfer.init_inference`; also for a family of models whose attention
@@ -163,6 +165,36 @@ class LLM(BatchedModel):
         options = {"chat_template_kwargs": chat_template_kwargs, "reasoning_effort": reasoning_effort, **fields}
         completions = self.stream(prompts, params, **options)
         return sorted(completions, key=lambda each: (each.prompt_index, each.sample_index))
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        params: BeamSearchParams,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return the most likely sequences of each prompt that a beam search finds, as transformers' `generate` does.
+
+        Args:
+            prompts, chat_template_kwargs, reasoning_effort: as for `generate`.
+            params: of all prompts.
+
+        A prompt that cannot be used gets an output with an ``error``. Each step is a call of `generate` for one token.
+        Of the model's generation config only end tokens have an effect.
+
+        Raises:
+            ConfigError, RuntimeError: as `generate`; or params are not `BeamSearchParams`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ConfigError(f"params are BeamSearchParams, not a {type(params).__name__}")
+        if ignored := self._defaults.of_all:
+            log.warning("beam_search: %s of generation_config.json has no effect on beams", ", ".join(ignored))
+        ends = frozenset() if params.ignore_eos else self.end_token_ids
+        step = one_step(params, ends)
+        options = {"chat_template_kwargs": chat_template_kwargs, "reasoning_effort": reasoning_effort}
+        first = self.generate(prompts, step, **options)  # type: ignore[arg-type]
+        return search_beams(first, lambda more: self.generate(more, step), params, ends, self.limits, self.tokenizer)
 
     def stream(
         self,

@@ -149,10 +149,15 @@ class GenerationDefaults:
         return {**self.values, **{name: value for name, value in rules.items() if value != unset[name]}}
 
     @property
+    def of_all(self) -> dict[str, Any]:
+        """Those of them that apply to every request, also if it does not sample."""
+        return {name: value for name, value in self.identity.items() if name not in _OF_DRAWS}
+
+    @property
     def notice(self) -> str:
         """A line on what applies and what cannot be honoured; empty if there is neither."""
         found = self.identity
-        always = [_shown(name, value) for name, value in found.items() if name not in _OF_DRAWS]
+        always = [_shown(*each) for each in self.of_all.items()]
         drawn = [_shown(name, found[name]) for name in _OF_DRAWS if name in found]
         parts = [", ".join(always)] if always else []
         parts += [f"where a request samples: {', '.join(drawn)}"] if drawn else []
