@@ -59,7 +59,7 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"stop_sequences": ["a"]}, "unknown field 'stop_sequences'; did you mean 'stop'?", "stop_sequences"),
     ({"echo": True}, "unknown field 'echo'; known fields: ", "echo"),
     ({"stream_options": {}}, "stream_options is not supported", "stream_options"),
-    ({"logprobs": 1}, "logprobs must be a valid boolean", "logprobs"),
+    ({"logprobs": 1}, "logprobs must be true or false", "logprobs"),
     ({"top_logprobs": 1}, "top_logprobs needs logprobs", "top_logprobs"),
     ({"response_format": {"type": "x"}}, "response_format: type must be", "response_format"),
     (
@@ -76,7 +76,7 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tools": [1]}, "tools: tool 1 must be an object", "tools"),
     ({"tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
     ({"tools": [_TOOL], "tool_choice": "required"}, "tools: json has", "tools"),
-    ({"messages": None}, "messages must be a valid list", "messages"),
+    ({"messages": None}, "messages must be a list of messages", "messages"),
 ]
 TEXTS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"max_tokens": 0}, f"max_tokens {_WHOLE} 0; 0 needs echo", "max_tokens"),

@@ -66,7 +66,7 @@ def test_the_line_number_is_the_id_of_a_row_without_one() -> None:
             b'{"prompt": "p", "messages": [{"role": "user", "content": ""}]}',
             "give one of 'prompt', 'messages', 'prompt_token_ids', and only one",
         ),
-        (b'{"prompt": 3}', "line 7: prompt must be a valid string, not 3"),
+        (b'{"prompt": 3}', "line 7: prompt must be a text, not 3"),
         (b'{"messages": []}', "line 7: messages: must hold at least one message"),
         (b'{"messages": ["hi"]}', "line 7: messages: message 1 must be an object with a string 'role'"),
         (b'{"messages": [{"role": "user"}]}', "line 7: messages: message 1 has no 'content'"),

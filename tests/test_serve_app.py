@@ -75,10 +75,10 @@ TEXT = {"file": ("a.jsonl", b"{}")}
 @pytest.mark.parametrize(
     ("method", "path", "options", "words", "field"),
     [
-        ("GET", "/v1/files?limit=abc", {}, "limit must be a valid integer", "limit"),
-        ("GET", "/v1/files?limit=0", {}, "limit must be greater than or equal to 1, not '0'", "limit"),
+        ("GET", "/v1/files?limit=abc", {}, "limit must be a whole number, not 'abc'", "limit"),
+        ("GET", "/v1/files?limit=0", {}, "limit must be at least 1, not '0'", "limit"),
         ("GET", "/v1/files?order=up", {}, "order must be 'asc' or 'desc', not 'up'", "order"),
-        ("GET", "/v1/batches?limit=101", {}, "limit must be less than or equal to 100, not '101'", "limit"),
+        ("GET", "/v1/batches?limit=101", {}, "limit must be at most 100, not '101'", "limit"),
         ("GET", "/v1/batches?before=x", {}, "unknown field 'before'", "before"),
         ("POST", "/v1/files", {"data": {"purpose": "batch"}}, "file is missing", "file"),
         ("POST", "/v1/files", {"files": TEXT}, "purpose is missing", "purpose"),

@@ -45,12 +45,12 @@ class _Line(BaseModel):
 
 class _ChatRow(ChatBody):
     priority: Annotated[None, Field(description="left out: a batch's rows start in order")] = None
-    stream: Literal[False] | None = None
+    stream: Annotated[Literal[False] | None, Field(description="false or left out: a row has one answer")] = None
 
 
 class _CompletionRow(CompletionBody):
     priority: Annotated[None, Field(description="left out: a batch's rows start in order")] = None
-    stream: Literal[False] | None = None
+    stream: Annotated[Literal[False] | None, Field(description="false or left out: a row has one answer")] = None
 
     @field_validator("prompt")
     @classmethod

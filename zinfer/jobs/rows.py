@@ -19,7 +19,7 @@ from zinfer.errors import ConfigError
 from zinfer.jobs.openai_batch import BODY_FIELDS, OpenAIForm, read_request
 from zinfer.jobs.row_form import FIELDS_OF_LINES, FIELDS_OF_ROWS, SOURCES, RowForm
 from zinfer.requests.client_names import FieldError
-from zinfer.requests.field_errors import field_error, short
+from zinfer.requests.field_errors import MESSAGES, field_error, short
 from zinfer.requests.json_object import SURROGATE, check_unicode, read_object
 from zinfer.requests.prompt_encoder import template_variables
 from zinfer.requests.sampling_params import FIELDS, OTHER_SPELLINGS, SamplingParams, as_tuple
@@ -38,9 +38,9 @@ class Row(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    id: RowId
+    id: Annotated[RowId, Field(description="a text or a whole number")]
     prompt: str | None = None
-    messages: tuple[dict[str, Any], ...] | None = None
+    messages: Annotated[tuple[dict[str, Any], ...] | None, Field(description=MESSAGES)] = None
     prompt_token_ids: Annotated[
         tuple[int, ...] | None, BeforeValidator(as_tuple), Field(description="a list of token ids, whole numbers")
     ] = None

@@ -27,6 +27,34 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
 _GUIDED: Final = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 """vLLM's names before `structured_outputs`."""
 
+MESSAGES: Final = "a list of messages, objects with a 'role' and a 'content'"
+TOKEN_IDS: Final = "a list of token ids, whole numbers of at least 0"
+_A_WHOLE: Final = "a whole number"
+MUST_BE: Final[Mapping[str, str]] = {
+    "string_type": "a text",
+    "string_unicode": "a text without half of a surrogate pair",
+    "string_too_short": "a text of at least {min_length} characters",
+    "string_too_long": "a text of at most {max_length} characters",
+    "string_pattern_mismatch": "a text that {pattern} matches",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), _A_WHOLE),
+    "int_parsing_size": "a whole number of fewer digits",
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    "finite_number": "a finite number",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    **dict.fromkeys(("list_type", "tuple_type", "frozen_set_type"), "a list"),
+    "too_short": "a list or an object with at least {min_length} entries",
+    "too_long": "a list or an object with at most {max_length} entries",
+    **dict.fromkeys(("dict_type", "model_type", "dataclass_type", "dataclass_exact_type"), "an object"),
+    "is_instance_of": "an object",
+    "none_required": "null, or left out",
+    "literal_error": "{expected}",
+}
+"""What a value must be, in words of JSON, by pydantic's type of the error: its own messages are for programmers."""
+
 
 def field_error(error: ValidationError, model: Any) -> str:
     """Return the first error as one sentence that names the field, what it must be and what was given.
@@ -34,8 +62,9 @@ def field_error(error: ValidationError, model: Any) -> str:
     Args:
         model: the pydantic model or dataclass; a field's ``description`` says what the field must be.
     """
-    problem, fields = error.errors(include_url=False)[0], model.__pydantic_fields__
-    kind, place, message, given = problem["type"], problem["loc"], problem["msg"], problem["input"]
+    problem: Mapping[str, Any] = {**error.errors(include_url=False)[0]}
+    fields = {each.alias or name: each for name, each in model.__pydantic_fields__.items()}
+    kind, place, message, given = problem["type"], problem["loc"], str(problem["msg"]), problem["input"]
     path = cut(".".join(map(str, place)))
     if kind == "value_error":
         reason = str(problem["ctx"]["error"])
@@ -48,7 +77,15 @@ def field_error(error: ValidationError, model: Any) -> str:
         return message
     if (allowed := fields[place[0]].description) is not None:
         return f"{place[0]} must be {allowed}, not {short(given)}{_inside(place[1:])}"
-    return f"{path} must be {message.removeprefix('Input should be ')}, not {short(given)}"
+    return f"{path} must be {must_be(problem)}, not {short(given)}"
+
+
+def must_be(problem: Mapping[str, Any]) -> str:
+    """Return what a value must be, by pydantic's details of the error."""
+    form = MUST_BE.get(problem["type"])
+    if form is None:
+        return str(problem["msg"]).removeprefix("Input should be ")
+    return form.format(**problem.get("ctx", {}))
 
 
 def unknown_field(name: str, known: Sequence[str]) -> str:

@@ -42,7 +42,7 @@ class MIIParams(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     temperature: float | None = None
-    stop: Annotated[list[str], BeforeValidator(_as_texts)] = []
+    stop: Annotated[list[str], BeforeValidator(_as_texts), Field(description="a text or a list of texts")] = []
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "MIIParams":

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 
 from zinfer.errors import ConfigError
 from zinfer.requests.client_names import ClientNames, invalid_body, without_unknown
+from zinfer.requests.field_errors import MESSAGES
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import FIELDS, SamplingParams
 from zinfer.requests.structured_outputs import structure_of_response_format
@@ -149,14 +150,14 @@ class Body(BaseModel):
 class ChatBody(Body):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Any], WithJsonSchema(_MESSAGES)]
+    messages: Annotated[list[Any], WithJsonSchema(_MESSAGES), Field(description=MESSAGES)]
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20, description="a whole number from 0 to 20")] = None
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> "ChatBody":

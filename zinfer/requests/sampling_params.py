@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from zinfer.errors import ConfigError
 from zinfer.requests.client_names import FieldError
-from zinfer.requests.field_errors import field_error, short, unknown_field
+from zinfer.requests.field_errors import TOKEN_IDS, field_error, short, unknown_field
 from zinfer.requests.structured_outputs import StructuredOutputsParams, as_structure
 
 OTHER_SPELLINGS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
@@ -56,7 +56,6 @@ _Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 
 _Switch = Annotated[bool, Field(description="true or false")]
 _Choice = Annotated[bool | None, Field(description="true or false")]
 _TokenIds = Annotated[tuple[_Natural, ...], BeforeValidator(as_tuple)]
-_TOKEN_IDS: Final = "a list of token ids, whole numbers of at least 0"
 _Texts = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     BeforeValidator(_as_texts),
@@ -115,9 +114,7 @@ class SamplingParams:
         dict[_Natural, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None,
         Field(description="an object of token ids, whole numbers of at least 0, and biases from -100 to 100"),
     ] = field(default=None, hash=False)
-    allowed_token_ids: Annotated[_TokenIds | None, Field(min_length=1, description=f"{_TOKEN_IDS}, one at least")] = (
-        None
-    )
+    allowed_token_ids: Annotated[_TokenIds | None, Field(min_length=1, description=f"{TOKEN_IDS}, one at least")] = None
     bad_words: _Texts = ()
     structured_outputs: Annotated[
         StructuredOutputsParams | None,
@@ -125,7 +122,7 @@ class SamplingParams:
         Field(description="StructuredOutputsParams, or an object with one of their fields"),
     ] = None
     stop: _Texts = ()
-    stop_token_ids: Annotated[_TokenIds, Field(description=_TOKEN_IDS)] = ()
+    stop_token_ids: Annotated[_TokenIds, Field(description=TOKEN_IDS)] = ()
     ignore_eos: _Switch = False
     include_stop_str_in_output: _Switch = False
     skip_special_tokens: _Switch = True

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from zinfer.errors import ConfigError
 from zinfer.requests.client_names import FieldError
-from zinfer.requests.field_errors import cut, name_of, short
+from zinfer.requests.field_errors import cut, must_be, name_of, short
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLIENT_GONE: Final = 499  # in the log; nobody reads it
@@ -133,7 +133,7 @@ def _of_parameter(error: RequestValidationError) -> ApiError:
         case "value_error":  # what pydantic has no word for: a file
             message = f"{name} must be an uploaded file, with a filename"
         case _:
-            message = f"{name} must be {problem['msg'].removeprefix('Input should be ')}, not {short(problem['input'])}"
+            message = f"{name} must be {must_be(problem)}, not {short(problem['input'])}"
     return ApiError(400, message, param=name)
 
 

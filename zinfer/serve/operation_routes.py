@@ -9,6 +9,7 @@ from pydantic import Field
 
 from zinfer import __version__
 from zinfer.requests.client_names import OpenBody
+from zinfer.requests.field_errors import MESSAGES, TOKEN_IDS
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.serve.body import described, read_call, read_model
 from zinfer.serve.encoding_lanes import size_of
@@ -18,18 +19,19 @@ from zinfer.serve.service import Service
 
 _MOST_COUNTED: Final = 1 << 20
 """Characters, or tokens, of one call that counts them: it may be much longer than what the model takes."""
+_Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class _Tokenize(OpenBody):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    messages: Annotated[_Messages | None, Field(description=MESSAGES)] = None
     add_special_tokens: bool = True
 
 
 class _Detokenize(OpenBody):
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, description=TOKEN_IDS)]
 
 
 def operation_routes(service: Service) -> APIRouter:

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from zinfer.requests.client_names import OpenBody
 from zinfer.requests.completion import Completion
+from zinfer.requests.field_errors import MESSAGES, TOKEN_IDS
 from zinfer.requests.openai_choice import usage
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
@@ -25,14 +26,18 @@ from zinfer.serve.service import Service
 
 _LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity
 _MAX_JOINED: Final = 1 << 24
+_Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
 class _Score(OpenBody):
     model: str | None = None
-    prompt: str | _TokenIds | None = None
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    completions: Annotated[list[str | _TokenIds], Field(min_length=1, fail_fast=True)]
+    prompt: Annotated[str | _TokenIds | None, Field(description=f"a text or {TOKEN_IDS}")] = None
+    messages: Annotated[_Messages | None, Field(description=MESSAGES)] = None
+    completions: Annotated[
+        list[str | _TokenIds],
+        Field(min_length=1, fail_fast=True, description="a list of texts, or of lists of token ids, one at least"),
+    ]
 
 
 def score_routes(service: Service) -> APIRouter:
