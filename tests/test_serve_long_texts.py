@@ -1,20 +1,27 @@
 """Long texts and lists: refused before they cost much, and no reason for others to wait."""
 
 import asyncio
+import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from jobs_support import letters_model
+from jobs_support import letters_model, letters_tokenizer
 from serve_support import Server, serving
 
+from zinfer.requests.client_names import ClientNames
+from zinfer.requests.completion import Completion
 from zinfer.requests.length_limits import LengthLimits
+from zinfer.requests.logprobs import Logprobs
+from zinfer.requests.openai_choice import OpenAIChoices
 from zinfer.requests.prompt_encoder import PromptEncoder
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.serve.answers import Call
 from zinfer.serve.messages import Ready
-from zinfer.serve.prompts import Prompts
+from zinfer.serve.prompts import Encoded, Prompts
 
 LONG_S = 0.5
 HI = [{"role": "user", "content": "hi"}]
@@ -83,6 +90,37 @@ def test_only_one_prompt_of_few_tokens_is_checked_between_others_tokens(monkeypa
         assert not is_here("5")
     finally:
         prompts.close()
+
+
+@pytest.mark.parametrize(("n", "is_here"), [(1, True), (64, False)])
+def test_only_short_answers_are_built_between_others_tokens(n: int, is_here: bool) -> None:
+    threads = set[threading.Thread]()
+    scored = Logprobs(-1.0, [40, 41, 42], [-1.0, -2.0, float("-inf")])
+
+    class Choices(OpenAIChoices):
+        def whole(self, *args: Any, **options: Any) -> dict[str, Any]:
+            threads.add(threading.current_thread())
+            return super().whole(*args, **options)
+
+    class Answering:
+        choices = Choices(letters_tokenizer())
+
+        @asynccontextmanager
+        async def admitted(self, several: object) -> AsyncIterator[None]:
+            yield
+
+        async def completions(self, encoded: Encoded) -> list[Completion]:
+            return [Completion(0, number, "aaaa", (40,) * 4, "length", (scored,) * 4) for number in range(n)]
+
+    service: Any = Answering()
+    params = SamplingParams(n=n, temperature=1.0, logprobs=3, max_new_tokens=4)
+    call = Call(service, [Encoded([40], params)], [None], "letters", ClientNames(frozenset()), is_chat=False)
+    answer = json.loads(bytes(asyncio.run(call.whole()).body))
+    assert (threading.current_thread() in threads) == is_here
+    assert len(threads) == 1
+    assert [each["index"] for each in answer["choices"]] == list(range(n))
+    assert set(answer["choices"][0]["logprobs"]["top_logprobs"][0].values()) == {-1.0, -2.0, -9999.0}
+    assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 4 * n, "total_tokens": 1 + 4 * n}
 
 
 TOO_LONG: list[tuple[str, dict[str, Any], str, str]] = [
@@ -157,6 +195,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "biases": {"prompt": "a", "logit_bias": {str(number): 1 for number in range(MANY)}},
     "allowed": {"prompt": "a", "allowed_token_ids": [40] * MANY},
     "bad words": {"prompt": "a", "bad_words": ["a"] * MANY},
+    "scored answers": {"prompt": "a", "n": 1024, "logprobs": 20, "max_tokens": 16, "ignore_eos": True},
     "choices": {"prompt": "a", "structured_outputs": {"choice": [f"a{number}" for number in range(MANY)]}},
 }
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {

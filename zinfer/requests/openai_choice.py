@@ -1,12 +1,13 @@
 """Choices of OpenAI's chat completions and text completions, whole and as chunks of a stream."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.logprobs import Logprobs
-from zinfer.requests.prompt_end import token_bytes
+from zinfer.requests.prompt_end import decode, token_bytes
 
 _LEAST_LOGPROB: Final = -9999.0  # OpenAI's value for impossible tokens; JSON has no infinity
 _REPLACEMENT: Final = "\ufffd"
@@ -21,16 +22,17 @@ class Echo:
 
 
 class OpenAIChoices:
-    """Builds choices of one model's completions.
+    """Builds choices of one model's completions; thread-safe.
 
     Args:
-        tokenizer: used only by the calling thread.
+        tokenizer: only its decoder is used.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(() if tokenizer is None else tokenizer.all_special_ids)
         self._texts: dict[int, str] = {}  # of single tokens
+        self._lock = threading.Lock()  # not all tokenizers are thread-safe
 
     def whole(
         self, completion: Completion, *, is_chat: bool, skips_special: bool, echo: Echo | None = None
@@ -156,8 +158,8 @@ class OpenAIChoices:
         return len(text)
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        with self._lock:
+            return decode(self._tokenizer, token_ids, skips_special=False)
 
 
 class _Offsets:

@@ -3,22 +3,29 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Final
 from uuid import uuid4
 
+import msgspec
+from fastapi import Response
 from fastapi.sse import format_sse_event
 
 from zinfer.requests.client_names import ClientNames
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.openai_choice import Echo, TextLogprobs, usage
 from zinfer.requests.tool_parser import AnswerParser, with_calls
+from zinfer.serve.body import beside_loop
 from zinfer.serve.errors import ApiError
 from zinfer.serve.prompts import Encoded
 from zinfer.serve.service import Service
 from zinfer.serve.tool_chunks import ToolChunks
+
+_SCORE_BYTES: Final = 64
+"""Of a token's log-probability in an answer, with the token's text."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +50,23 @@ class Call:
     includes_usage: bool = False
     open_parser: Callable[[], AnswerParser] | None = None
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         """Complete all prompts, and return the answer. Errors are those of `Service.complete`."""
         async with self.service.admitted(self.several):
             found = await self._completions()
-        choices: list[dict[str, Any]] = []
+        num_bytes = sum(map(size_of_answer, chain.from_iterable(found)))
+        return await beside_loop(num_bytes, lambda: json_response(self._answer(found)))
+
+    def _answer(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+        choices: list[msgspec.Raw] = []
         for encoded, echo, completions in zip(self.several, self.echoes, found, strict=True):
-            choices += [
+            choices += in_pieces(
                 self._whole_choice(encoded, echo, each, len(choices) + place) for place, each in enumerate(completions)
-            ]
+            )
         num_new = sum(len(each.token_ids) for completions in found for each in completions)
         answer = {**self._frame(is_chunk=False), "choices": choices, "usage": self._usage(num_new)}
         if self.is_chat and (scores := found[0][0].prompt_logprobs) is not None:  # not in the choices, as vLLM's
-            answer["prompt_logprobs"] = self.service.choices.scores(self.several[0].prompt_ids, scores)
+            answer["prompt_logprobs"] = in_pieces(self.service.choices.scores(self.several[0].prompt_ids, scores))
         return answer
 
     async def _completions(self) -> list[list[Completion]]:
@@ -161,6 +172,23 @@ class Call:
 
     def _usage(self, num_new: int) -> dict[str, int]:
         return usage(sum(len(each.prompt_ids) for each in self.several), num_new)
+
+
+def in_pieces(values: Iterable[Any]) -> list[msgspec.Raw]:
+    """Return values as JSON, each encoded by itself, because the encoder keeps all other threads waiting."""
+    return [msgspec.Raw(msgspec.json.encode(each)) for each in values]
+
+
+def json_response(content: Any) -> Response:
+    """Return a response of a JSON value, parts of which may be encoded."""
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def size_of_answer(completion: Completion) -> int:
+    """Return about how many bytes a completion has in an answer."""
+    scores = chain(completion.logprobs or (), completion.prompt_logprobs or ())
+    num_scores = sum(1 + len(each.top) for each in scores if each is not None)
+    return len(completion.text) + _SCORE_BYTES * num_scores
 
 
 def _first_of_chat(index: int) -> dict[str, Any]:

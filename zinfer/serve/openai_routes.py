@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from zinfer.requests.openai_body import Body, ChatBody, CompletionBody
 from zinfer.requests.openai_choice import Echo
@@ -110,7 +110,7 @@ async def _completion_call(service: Service, asked: _Asked[CompletionBody]) -> C
 
 async def _answer(request: Request, body: Body, call: Call) -> Response:
     if not body.stream:
-        return JSONResponse(await unless_disconnected(request, call.whole()))
+        return await unless_disconnected(request, call.whole())
     return await event_stream(request, call.events(), **{"Cache-Control": "no-cache"})
 
 

@@ -11,6 +11,7 @@ from zinfer import __version__
 from zinfer.requests.client_names import OpenBody
 from zinfer.requests.field_errors import MESSAGES, TOKEN_IDS
 from zinfer.requests.prompt_encoder import PromptLike
+from zinfer.serve.answers import json_response
 from zinfer.serve.body import described, read_call, read_model
 from zinfer.serve.encoding_lanes import size_of
 from zinfer.serve.errors import ApiError
@@ -59,7 +60,7 @@ def operation_routes(service: Service) -> APIRouter:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @router.post("/tokenize", openapi_extra=described(_Tokenize))
-    async def tokenize(request: Request) -> JSONResponse:
+    async def tokenize(request: Request) -> Response:
         body, prompt = await read_call(request, _Tokenize, _with_prompt)
         service.check_model(body.model)
         if not body.add_special_tokens and body.prompt is not None:
@@ -67,7 +68,7 @@ def operation_routes(service: Service) -> APIRouter:
         else:
             token_ids = await service.prompts.token_ids(prompt)
         sizes = {"count": len(token_ids), "max_model_len": service.prompts.most_tokens}
-        return JSONResponse({**sizes, "tokens": token_ids})
+        return json_response({**sizes, "tokens": token_ids})
 
     @router.get("/tokenizer_info")
     def tokenizer_info() -> dict[str, Any]:

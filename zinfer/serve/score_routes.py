@@ -7,8 +7,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from zinfer.requests.client_names import OpenBody
@@ -17,6 +16,7 @@ from zinfer.requests.field_errors import MESSAGES, TOKEN_IDS
 from zinfer.requests.openai_choice import usage
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.serve.answers import in_pieces, json_response, size_of_answer
 from zinfer.serve.body import beside_loop, described, read_call
 from zinfer.serve.disconnect import unless_disconnected
 from zinfer.serve.encoding_lanes import size_of
@@ -45,14 +45,18 @@ def score_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/score", openapi_extra=described(_Score))
-    async def score(request: Request) -> JSONResponse:
+    async def score(request: Request) -> Response:
         body = await read_call(request, _Score, partial(_checked, service))
         name = service.check_model(body.model)
         num_prompt, several = await _encode(service, body)
         found = await unless_disconnected(request, _scored(service, several))
-        data = [_result(index, *pair) for index, pair in enumerate(zip(several, found, strict=True))]
-        num_tokens = sum(each["num_tokens"] for each in data)
-        return JSONResponse({"object": "list", "model": name, "data": data, "usage": usage(num_prompt + num_tokens, 0)})
+
+        def answer() -> Response:
+            data = [_result(index, *pair) for index, pair in enumerate(zip(several, found, strict=True))]
+            own = usage(num_prompt + sum(each["num_tokens"] for each in data), 0)
+            return json_response({"object": "list", "model": name, "data": in_pieces(data), "usage": own})
+
+        return await beside_loop(sum(map(size_of_answer, found)), answer)
 
     return router
 
