@@ -1,5 +1,6 @@
 """`BatchedModel`: a streamed model with its KV cache, its batcher and its thread; `LLM` gives it requests."""
 
+import json
 import logging
 import os
 import time
@@ -225,6 +226,19 @@ class BatchedModel:
     def device(self) -> torch.device:
         """Where the model computes."""
         return self._model.device
+
+    @property
+    def row_settings(self) -> dict[str, str]:
+        """The settings that change what requests get from a checkpoint, without those that are as usual."""
+        settings, rule = self._model.settings, self._defaults.identity
+        quantization, kv_cache_dtype = settings.quantization, settings.batching.kv_cache_dtype
+        found = {
+            "dtype": None if settings.dtype is None else str(settings.dtype).removeprefix("torch."),
+            "quantization": None if quantization is None else json.dumps(quantization.as_document()),
+            "kv_cache_dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
+            "generation_config": json.dumps(rule) if rule else None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def plan(self) -> Plan:

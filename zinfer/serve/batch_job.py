@@ -116,15 +116,19 @@ class BatchJob:
         manifest = Manifest(
             model={"name": self._service.names[0]},
             input={"sha256": index.sha256, "size_bytes": index.size_bytes},
-            settings={"url": self._url},
+            settings={"url": self._url, **self._service.prompts.row_settings},
             versions=software(),
             began=self._began,
             model_name=self._service.names[0],
         )
-        out.check_same_job(manifest)
         if out.manifest is None:
             out.begin(manifest)
             self._states = bytearray(index.num_rows)
+        elif differences := out.manifest.differences(manifest):
+            raise UnusableInput(
+                "the server was started with other settings than the batch was begun with: "
+                f"{'; '.join(differences)}. The rows so far are in its files; create a batch of the others"
+            )
         else:
             self._states, _ = out.resume(index)
         done, failed = (self._states.count(each) for each in (RowState.DONE, RowState.FAILED))

@@ -195,7 +195,7 @@ class CompletionEngine:
         lengths = usual_lengths(llm.limits.most_tokens)
         latency = describe_latency(llm.predict_latency(*lengths, LOADS), *lengths)
         most_tokens = max_tokens_alone(budget.num_pages, budget.page_size)
-        connection.send(Ready(llm.vocab_size, llm.limits, most_tokens, latency))
+        connection.send(Ready(llm.vocab_size, llm.limits, most_tokens, latency, row_settings=llm.row_settings))
         try:
             async with beside(self._report(connection)):
                 while isinstance(message := await messages.get(), Submit | Cancel):

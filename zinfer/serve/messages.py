@@ -53,7 +53,8 @@ class Ready(msgspec.Struct, tag=True):
 
     `limits` bound requests; `most_tokens` is what the KV cache holds of one sequence; `latency` is a line for the
     server's start, on the times of answers to be expected or on what embeddings are; `prompts` are texts that may
-    precede what is embedded, by name, and `default_prompt` is the one where none is named.
+    precede what is embedded, by name, and `default_prompt` is the one where none is named; `row_settings` are as of
+    `LLM`.
     """
 
     vocab_size: int
@@ -63,6 +64,7 @@ class Ready(msgspec.Struct, tag=True):
     embeds: bool = False
     prompts: dict[str, str] = {}
     default_prompt: str = ""
+    row_settings: dict[str, str] = {}
 
 
 class Deltas(msgspec.Struct, tag=True):

@@ -72,6 +72,11 @@ class Prompts:
         """Whether prompts are embedded, and not continued."""
         return self._loaded.embeds
 
+    @property
+    def row_settings(self) -> dict[str, str]:
+        """As `LLM.row_settings`."""
+        return self._loaded.row_settings
+
     def embedding_prompt(self, name: str | None) -> str:
         """Return the text that precedes what is embedded; without a name, the model's default."""
         ready = self._loaded
