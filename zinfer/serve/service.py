@@ -129,7 +129,7 @@ class Service:
         if self.is_draining:
             raise ApiError(503, "the server is ending", retry_after_s=1)
         with self._admission.admit(number, CALLER.get()):
-            await self._choose(wait_s=_NEW_WAIT_S)
+            await self._choose(None, wait_s=_NEW_WAIT_S)
             yield
 
     async def complete(self, encoded: Encoded) -> AsyncGenerator[CompletionDelta, None]:
@@ -175,7 +175,7 @@ class Service:
         with self.metrics.request(encoded) as measured:
 
             async def attempt(case: Case) -> bytes:
-                replica = await self._choose(wait_s=_AGAIN_WAIT_S)
+                replica = await self._choose(case, wait_s=_AGAIN_WAIT_S)
                 measured.begin(replica.index)
                 return await replica.embed(encoded.prompt_ids, name=case)
 
@@ -191,7 +191,7 @@ class Service:
         async def attempt(case: Case) -> list[Completion]:
             while True:
                 try:
-                    replica = choose(self.replicas)
+                    replica = self._replica_for(case)
                     precedence = _FIRST if case.is_suspect else Precedence(is_background=True)
                     return await _whole(replica.complete(encoded.prompt_ids, encoded.params, precedence, name=case))
                 except Lost:
@@ -215,7 +215,7 @@ class Service:
         self, encoded: Encoded, case: Case, measured: MeasuredRequest
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Yield what one replica gives."""
-        replica = await self._choose(encoded, wait_s=_AGAIN_WAIT_S)
+        replica = await self._choose(case, encoded.prompt_ids, encoded.params.most_new_tokens, wait_s=_AGAIN_WAIT_S)
         measured.begin(replica.index)
         precedence = encoded.precedence._replace(priority=_FIRST.priority) if case.is_suspect else encoded.precedence
         deltas = replica.complete(encoded.prompt_ids, encoded.params, precedence, name=case)
@@ -227,19 +227,28 @@ class Service:
                     raise ConfigError(done.error) if done.is_invalid else RequestFailed(done.error)
                 yield delta
 
-    async def _choose(self, encoded: Encoded | None = None, *, wait_s: float) -> Replica:
+    async def _choose(
+        self, case: Case | None, prompt_ids: Sequence[int] = (), num_new: int = 0, *, wait_s: float
+    ) -> Replica:
         """Return a replica that is ready, perhaps once one that is started again is so; raises as `choose`."""
         until_s = time.monotonic() + wait_s
         while True:
             try:
-                if encoded is None:
-                    return choose(self.replicas)
-                return choose(self.replicas, encoded.prompt_ids, encoded.params.most_new_tokens)
+                return self._replica_for(case, prompt_ids, num_new)
             except ReplicaGone:
                 is_coming = any(each.is_coming_back for each in self.replicas) and not self.is_draining
                 if not is_coming or time.monotonic() > until_s:
                     raise
             await asyncio.sleep(_AGAIN_S)
+
+    def _replica_for(self, case: Case | None, prompt_ids: Sequence[int] = (), num_new: int = 0) -> Replica:
+        """Return a replica that may run a request now, and note so; raises as `choose`."""
+        if case is None:
+            return choose(self.replicas)
+        case.replica = None
+        fit = [each for each in self.replicas if self.is_draining or self.suspects.may_run(case, each)]
+        case.replica = found = choose(fit, prompt_ids, num_new)
+        return found
 
 
 async def _whole(deltas: AsyncGenerator[CompletionDelta, None]) -> list[Completion]:
