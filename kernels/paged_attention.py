@@ -5,16 +5,17 @@ import torch
 from zinfer.kernels.attention_arguments import AttentionRule
 from zinfer.kernels.decode_attention import decode_attention
 from zinfer.kernels.kv_pages import KVPages, PagedLayout, read_pages_ref, takes_kernels
+from zinfer.kernels.padded_attention import padded_attention
 from zinfer.kernels.prompt_attention import prompt_attention
 
 
 def paged_attention(query: torch.Tensor, pages: KVPages, layout: PagedLayout, rule: AttentionRule) -> torch.Tensor:
-    """As `paged_attention_ref`: on a GPU by the Triton kernels, on the CPU by the reference.
+    """As `paged_attention_ref`: on a GPU by the Triton kernels, on the CPU over padded groups.
 
     Raises:
         ValueError: as `takes_kernels`.
     """
-    attend = paged_attention_kernel if takes_kernels(pages) else paged_attention_ref
+    attend = paged_attention_kernel if takes_kernels(pages) else padded_attention
     return attend(query, pages, layout, rule)
 
 
@@ -38,7 +39,7 @@ def paged_attention_kernel(
 
 
 def paged_attention_ref(query: torch.Tensor, pages: KVPages, layout: PagedLayout, rule: AttentionRule) -> torch.Tensor:
-    """Return attention in plain torch, computed in float32, a segment at a time.
+    """Return attention in plain torch, computed in float32, a segment at a time: what the others are tested with.
 
     Args:
         query: [tokens, heads, head_dim], any strides; heads are a multiple of kv_heads, neighbours share one.

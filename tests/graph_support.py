@@ -44,24 +44,24 @@ class StandIn(TorchDispatchMode, CudaCapturer):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        launch, attend = interpreter.GridExecutor.__call__, paged_attention.paged_attention_ref
+        launch, attend = interpreter.GridExecutor.__call__, paged_attention.padded_attention
 
         def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
             self._launch(lambda args, kwargs: launch(executor, *args, **kwargs), args, kwargs)
 
         def attended(query: torch.Tensor, pages: Any, layout: Any, rule: Any) -> torch.Tensor:
-            """The reference reads lengths on the host, as the kernels do not."""
+            """It reads lengths on the host, as the kernels do not, and keeps what it makes of them with the layout."""
             if self._tape is None:
                 return attend(query, pages, layout, rule)
             out = query.new_empty((*query.shape[:2], pages.values.shape[3]))
             place, *args = self._own((out, query, pages, layout, rule))
-            self._tape.append(lambda: place.copy_(attend(*args)))
+            self._tape.append(lambda: place.copy_(attend(args[0], args[1], replace(args[2]), args[3])))
             return out
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(import_utils, "is_cuda_stream_capturing", return_value=True))
             stack.enter_context(mock.patch.object(interpreter.GridExecutor, "__call__", launched))
-            stack.enter_context(mock.patch.object(paged_attention, "paged_attention_ref", attended))
+            stack.enter_context(mock.patch.object(paged_attention, "padded_attention", attended))
             stack.enter_context(self)
             try:
                 yield

@@ -8,10 +8,12 @@ from attention_cases import LARGE, SMALL, AttentionCall, AttentionCase, attentio
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from test_footprint import measured_peak_bytes
 
 from zinfer.kernels.decode_attention import DecodeTiles, decode_attention
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
 from zinfer.kernels.launching import INTERPRETED
+from zinfer.kernels.padded_attention import padded_attention_bytes
 from zinfer.kernels.paged_attention import paged_attention, paged_attention_kernel, paged_attention_ref
 from zinfer.kernels.prompt_attention import PromptTiles, prompt_attention
 
@@ -117,8 +119,10 @@ def test_segments_without_tokens_change_nothing(kernel_device: str) -> None:
     wanted = attended(replace(call, layout=replace(layout, num_decodes=None)))
     assert_right(wanted, call)
     assert torch.equal(attended(replace(call, layout=padded)), wanted)
-    reference = paged_attention_ref(call.query, call.pages, padded, call.rule)
-    assert torch.equal(reference, paged_attention_ref(call.query, call.pages, layout, call.rule))
+    for attend in (paged_attention_ref, paged_attention):
+        assert torch.equal(
+            attend(call.query, call.pages, padded, call.rule), attend(call.query, call.pages, layout, call.rule)
+        )
 
 
 @st.composite
@@ -251,11 +255,85 @@ def test_strides_of_queries_and_pages(kernel_device: str) -> None:
     assert torch.equal(attended(replace(shared, query=turned)), found)
 
 
-def test_the_cpu_takes_the_reference() -> None:
+LONG = AttentionCase(
+    ((1, 2600), (140, 1300)), 16, 8, 128, 128, dtype=torch.float32, softcap=30.0, alibi=True, sinks=True
+)
+"""Each block's keys exceed a step."""
+
+OF_CPUS = (
+    *SMALL,
+    LONG,
+    replace(LONG, window=1100, softcap=None),
+    AttentionCase(((3, 300), (90, 90)), 128, 1, 576, 512, dtype=torch.bfloat16, values_in_keys=True),
+    AttentionCase(
+        tuple((1 + row % 9, 9 + row * 7 % 190) for row in range(90)), 4, 2, 16, 16, 16, torch.float32, window=60
+    ),
+)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case", OF_CPUS, ids=lambda case: str(replace(case, segments=case.segments[:3])))
+def test_the_cpu_pads_groups_to_what_the_reference_gives(case: AttentionCase) -> None:
+    """Speculative queries, chunks of prompts, whole prompts and decodes, in one pass."""
     torch.manual_seed(0)
-    call = attention_call(MIXED, "cpu")
-    arguments = (call.query, call.pages, call.layout, call.rule)
-    assert torch.equal(paged_attention(*arguments), paged_attention_ref(*arguments))
+    assert_like_the_reference(attention_call(case, "cpu"))
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> AttentionCase:
+    """Many sequences: decodes, guesses that are verified, and chunks of prompts, behind shared prefixes or none."""
+    lengths = st.integers(1, draw(st.sampled_from([20, 300])))
+    queries = st.one_of(st.just(1), st.integers(1, 5), st.integers(1, 300))
+    pairs = st.tuples(queries, lengths).map(lambda pair: (min(pair), pair[1]))
+    return replace(draw(cases()), segments=tuple(draw(st.lists(pairs, min_size=1, max_size=30))))
+
+
+@given(case=passes(), seed=st.integers(0, 1 << 20))
+@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_the_cpu_pads_groups_of_any_pass(case: AttentionCase, seed: int) -> None:
+    torch.manual_seed(seed)
+    assert_like_the_reference(attention_call(case, "cpu"))
+
+
+def assert_like_the_reference(call: AttentionCall) -> None:
+    found = paged_attention(call.query, call.pages, call.layout, call.rule)
+    assert found.dtype == call.query.dtype
+    wanted = paged_attention_ref(call.query.float(), call.pages, call.layout, call.rule)
+    allowed = torch.finfo(call.query.dtype).eps * wanted.abs() + 2**-14
+    worst = ((found.float() - wanted).abs() / allowed).max().item()
+    assert worst <= 1, f"{worst} times the allowed difference"
+
+
+def test_a_broken_sequence_breaks_no_other_of_its_group() -> None:
+    torch.manual_seed(0)
+    case = AttentionCase(((1, 30), (1, 50), (1, 44), (7, 30), (5, 41)), 4, 2, 16, 16, 16)
+    call = attention_call(case, "cpu")
+    for broken in range(len(case.segments)):
+        keys = call.pages.keys.clone()
+        keys[call.layout.page_table[broken, 0].long()] = float("nan")
+        pages = replace(call.pages, keys=keys)
+        found = paged_attention(call.query, pages, call.layout, call.rule)
+        sizes = call.layout.query_starts.diff().long()
+        of_broken = torch.arange(len(sizes)).repeat_interleave(sizes) == broken
+        assert torch.equal(found.isnan().flatten(1).any(1), of_broken)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(tuple((1 + row % 7, 200 + 9 * row) for row in range(40)), 8, 8, 128, 128, 64),
+        AttentionCase(tuple((9, 9 + row) for row in range(300)), 4, 4, 32, 32, 16, torch.float32),
+        AttentionCase(((900, 2000), (1, 9000)), 8, 2, 128, 128, 64, pages_dtype=torch.int8, alibi=True, window=4000),
+        AttentionCase(((200, 600),), 32, 1, 576, 512, 64, torch.bfloat16, values_in_keys=True),
+    ],
+    ids=["verified", "prompts", "sliding", "latent"],
+)
+def test_the_workspace_of_a_cpu_is_bounded(case: AttentionCase) -> None:
+    call = attention_call(case, "cpu")
+    peak_bytes = measured_peak_bytes(lambda: paged_attention(call.query, call.pages, call.layout, call.rule))
+    result_bytes = case.heads * case.value_dim * call.query.shape[0] * case.dtype.itemsize
+    bound_bytes = padded_attention_bytes(case.heads, case.kv_heads, case.head_dim, case.value_dim)
+    assert result_bytes < peak_bytes <= result_bytes + bound_bytes <= 8 * 2**20 + 3 * 2**23
 
 
 @pytest.mark.gpu

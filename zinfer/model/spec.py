@@ -95,6 +95,7 @@ class ModelSpec:
         rotated: width of the queries and keys with rotary positions.
         has_rms_norms: whether norms are RMS norms, which transformers computes by several operations in Python.
         is_fused: whether fused kernels replace norms, rotations and gates that transformers computes in Python.
+        is_paged: whether attention reads keys and values from pages.
     """
 
     model_type: str
@@ -114,6 +115,7 @@ class ModelSpec:
     rotated: int = 0
     has_rms_norms: bool = False
     is_fused: bool = False
+    is_paged: bool = False
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelSpec":
@@ -175,7 +177,7 @@ class ModelSpec:
         Queries and outputs of latent attention are then as wide as latents, which exist twice: alone, and joined with
         the rotated part.
         """
-        paged = replace(self, is_eager=False, is_uneven=False)
+        paged = replace(self, is_eager=False, is_uneven=False, is_paged=True)
         if not self.kv.values_in_keys:
             return paged
         return replace(paged, expanded=self.num_heads * (self.kv.key_dim + 2 * self.kv.value_dim))

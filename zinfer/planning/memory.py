@@ -12,6 +12,7 @@ import torch
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
+from zinfer.kernels.padded_attention import padded_attention_bytes
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block
 from zinfer.probe.limits import MachineLimits
@@ -262,6 +263,8 @@ class _Forward:
         """
         spec = self.spec
         alive = self._elements(q, 2 * spec.hidden + spec.query + spec.cached)
+        if spec.is_paged and not self.on_cuda:
+            return alive + self._padded_attention(q)
         # Without a fused kernel sdpa scales and widens keys and values in copies (aten, `sdp_math`).
         core = self._elements(q, 4 * spec.query) + self._elements(k, spec.expanded) * (3 if self._is_unfused else 1)
         copied = self._elements(k, spec.cached) if q < k else 0
@@ -269,6 +272,14 @@ class _Forward:
         scores = self._num_scores(q, k) * (2 * self.itemsize + softmax)
         fused = self.num_rows * q * (spec.num_heads + spec.query) * _FLOAT_BYTES
         return alive + core + copied + (scores or fused)
+
+    def _padded_attention(self, q: int) -> int:
+        """Count rotated queries with their parts; or the output, the workspace, and a latent attention's own queries
+        (`padded_attention`, `_attend_to_latents`)."""
+        spec, kv = self.spec, self.spec.kv
+        workspace_bytes = padded_attention_bytes(spec.num_heads, kv.num_heads, kv.key_dim, kv.value_dim)
+        out = self._elements(q, spec.query + (spec.expanded if kv.values_in_keys else 0))
+        return max(self._elements(q, 4 * spec.query), out + workspace_bytes)
 
     def _mlp(self, q: int) -> int:
         """Count residual, input, output and intermediates (`LlamaMLP`, `GPT2MLP` with `NewGELUActivation`).
