@@ -1,21 +1,22 @@
 """Shows that work is alive: a bar on a terminal, otherwise one plain line every 10 s, however long a step takes.
 
-A thread of its own writes; the work only sets numbers on its meter, so that nothing waits for the display.
+A thread of its own writes; the work only sets numbers on its meter, so that nothing waits for the display. rich is
+imported where something is shown: `zinfer --help` needs none of it.
 """
 
 import logging
+import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import IO, Any, Final, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, Final, TextIO, TypeVar, cast
 
-from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 from zinfer.nvme.pool import start_thread
 
@@ -63,8 +64,26 @@ class LastingStream:
         return getattr(self._stream, name)
 
 
-def print_text(console: Console, text: str) -> None:
+def protect_streams() -> None:
+    """Keep stdout and stderr usable even if their reader is gone.
+
+    Closed standard descriptors are reopened on /dev/null. Otherwise the next opened file would get their number, and
+    receive the output of libraries.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY if number else os.O_WRONLY), True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name) or os.fdopen(number, "w", encoding="utf-8", closefd=False)
+        setattr(sys, name, cast(TextIO, LastingStream(stream)))
+
+
+def print_text(console: "Console", text: str) -> None:
     """Print a message as it is; a terminal breaks its lines between words, elsewhere a line stays one."""
+    from rich.text import Text
+
     console.print(Text(text), soft_wrap=not console.is_terminal)
 
 
@@ -76,7 +95,7 @@ class Progress(ABC):
         notes: what was said.
     """
 
-    def __init__(self, console: Console | None) -> None:
+    def __init__(self, console: "Console | None") -> None:
         self.console = console
         self.notes: list[str] = []
 
@@ -129,6 +148,8 @@ def _on_console(progress: Progress, interval_s: float) -> Iterator[None]:
     if console is None:
         yield
         return
+    from rich.live import Live
+
     former = console.file
     console.file = cast(IO[str], LastingStream(former))
     bar = partial(_bar, progress, console)
@@ -141,7 +162,7 @@ def _on_console(progress: Progress, interval_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def _heartbeat(progress: Progress, console: Console, interval_s: float) -> Iterator[None]:
+def _heartbeat(progress: Progress, console: "Console", interval_s: float) -> Iterator[None]:
     ended = threading.Event()
 
     def beat() -> None:
@@ -160,8 +181,11 @@ def _heartbeat(progress: Progress, console: Console, interval_s: float) -> Itera
         thread.join()
 
 
-def _bar(progress: Progress, console: Console) -> Table:
+def _bar(progress: Progress, console: "Console") -> "Table":
     """A bar across the terminal, and below it the state in words."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
     rows, share = Table.grid(), progress.share()
     rows.add_row(ProgressBar(total=1, completed=share or 0, width=console.width, pulse=share is None))
     rows.add_row(progress.short_line(console.width))

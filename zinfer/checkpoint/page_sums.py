@@ -242,7 +242,8 @@ def page_sums(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
         part = words[begin : begin + _PAGES_AT_ONCE]
         # Of a word's halves l and h: low * (l + h * 2^32) + high * h, whose two factors are independent of each other.
         found[begin : begin + _PAGES_AT_ONCE] = part @ low + (part >> _HALF) @ high
-    return np.maximum((found + start[0]) >> _HALF, 1).astype(_SUM_DTYPE)
+    sums: npt.NDArray[np.uint32] = np.maximum((found + start[0]) >> _HALF, 1).astype(_SUM_DTYPE)
+    return sums
 
 
 def _host_bytes(buffer: Any) -> npt.NDArray[np.uint8]:

@@ -1,24 +1,34 @@
-"""The root of the command line and its subcommands.
+"""The root of the command line: a table of its commands, whose modules are imported when they run.
 
-Heavy packages are imported inside the commands, so that `--help` and `--version` answer at once.
+So `--help` and `--version` answer at once. Heavy packages are imported inside the commands, for the help of each.
 """
 
-from typing import Annotated, Final, NoReturn
+from importlib import import_module
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from zinfer import __version__
-from zinfer.cli.bench import bench
-from zinfer.cli.chat import chat
-from zinfer.cli.ending import protect_streams
-from zinfer.cli.families import families
-from zinfer.cli.plan import plan
-from zinfer.cli.probe import probe
-from zinfer.cli.quantize import quantize
-from zinfer.cli.run import run
-from zinfer.cli.serve import replica, serve
-from zinfer.cli.warmup import warmup
+from zinfer.display import protect_streams
 
+_COMMANDS: Final = {
+    "run": "Complete every row of a file. Run the command again to resume after an interruption.",
+    "probe": "Measure this machine: the disk, host memory, PCIe and the device. Takes about half a minute.",
+    "plan": "Predict memory, speed and the bottleneck of a batch or a job, and suggest how to make it faster.",
+    "bench": "Measure a job with random weights: of the model only config.json is needed.",
+    "serve": "Serve a model over HTTP with OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models, with "
+    "--files /v1/files and /v1/batches, and with --task embed only /v1/embeddings.",
+    "chat": "Talk with a model in a terminal: one in a folder, which is loaded for this chat, or one of a server.",
+    "warmup": "Compile the kernels that a model needs on this GPU, so that its first job does not wait for them.",
+    "replica": "",
+    "quantize": "Write a store: a checkpoint of quantized weights that streams from disk without conversion.",
+    "families": "List the tested model families, and the features that each supports.",
+}
+"""What each does: the first paragraph of its function's docstring. Without words: hidden."""
+_MODULES: Final = {"replica": "serve"}
+"""Of commands that share another's module."""
 _ALIASES: Final = {
     "gpu": "machine",
     "max-tokens": "max-new-tokens",
@@ -27,7 +37,36 @@ _ALIASES: Final = {
 }
 """Other spellings of options, of which --help shows one."""
 
+
+class _Commands(TyperGroup):
+    """The commands by their words alone; the one that runs is imported."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = {name: TyperCommand(name, help=help, hidden=not help) for name, help in _COMMANDS.items()}
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """As plain text: the panels of rich take as long to import as all else."""
+        super(TyperGroup, self).format_help(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help) for name, help in _COMMANDS.items() if help])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else _imported(name), rest
+
+
+def _imported(name: str) -> Any:
+    """Return a command as typer makes it of its function."""
+    one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+    one.command(name)(getattr(import_module(f"zinfer.cli.{_MODULES.get(name, name)}"), name))
+    return get_command(one)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Runs models that do not fit in GPU memory.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,16 +77,6 @@ app = typer.Typer(
         "token_normalize_func": lambda name: _ALIASES.get(name, name),
     },
 )
-app.command()(run)
-app.command()(probe)
-app.command()(plan)
-app.command()(bench)
-app.command()(serve)
-app.command()(chat)
-app.command()(warmup)
-app.command(hidden=True)(replica)
-app.command()(quantize)
-app.command()(families)
 
 
 def _print_version(wanted: bool) -> None:

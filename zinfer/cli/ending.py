@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Final, Literal, NoReturn, TextIO, cast
+from typing import Final, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -106,22 +106,6 @@ def conclude(text: str, exit_code: int, *, is_own: bool = True, silent_rank: int
 def say(text: str) -> None:
     """Print a message on stderr."""
     print_text(Console(stderr=True), f"zinfer: {text}")
-
-
-def protect_streams() -> None:
-    """Keep stdout and stderr usable even if their reader is gone.
-
-    Closed standard descriptors are reopened on /dev/null. Otherwise the next opened file would get their number, and
-    receive the output of libraries.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDONLY if number else os.O_WRONLY), True)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = getattr(sys, name) or os.fdopen(number, "w", encoding="utf-8", closefd=False)
-        setattr(sys, name, cast(TextIO, LastingStream(stream)))
 
 
 class _Interrupt:

@@ -3,7 +3,6 @@
 Attributes raise AttributeError, and imports ModuleNotFoundError, with the same sentence.
 """
 
-import importlib.abc
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -105,7 +104,7 @@ def sentence_for(name: str) -> str | None:
     return sentence and f"zinfer has no {name}: {sentence}"
 
 
-class Finder(importlib.abc.MetaPathFinder):
+class Finder:
     """Explains imports of DeepSpeed's modules and names below ``zinfer``, once no other finder has found them."""
 
     def find_spec(
