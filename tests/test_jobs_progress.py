@@ -4,6 +4,7 @@ import io
 import re
 import time
 from bisect import bisect
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -169,10 +170,14 @@ def test_the_table_says_what_was_done_how_fast_and_what_bounded_it() -> None:
 def test_the_table_has_no_row_of_nothing() -> None:
     stats = RunStats(blocks_by_home={"DEVICE": 1}, passes=1)
     summary = JobSummary(1, 1, 0, 0, 5, 0, 1.0, 0.5, 0.0, 0.5, stats, (), device="cpu")
+    phase_s = {"checking": 0.25, "planning": 0.01, "loading": 0.5, "first pass": 0.3, "passes": 0.2}
+    summary = replace(summary, phase_s=phase_s).of_process(3.0, 4.5)
     assert said(summary) == {
         "rows": "1 done, 0 failed",
         "tokens": "5 in",
-        "time": "1 s, 500 ms after loading",
+        "time": "4.5 s, 500 ms after loading",
+        "where it went": "starting 3.25 s, reading 500 ms, first pass 300 ms, passes",
+        "": "200 ms, end 240 ms",
         "passes": "1",
         "limited by": "compute",
         "weights": "1 block in memory",

@@ -374,6 +374,11 @@ class BatchedModel:
         """Whether another rank decides what passes this one makes; they may be calls ahead of those made here."""
         return isinstance(self._loop, FollowingLoop)
 
+    @property
+    def first_pass_s(self) -> float:
+        """Seconds of the first pass; 0 before its end."""
+        return self._batcher.meter.first_s
+
     def measure_passes(self) -> PassMeter:
         """Return the meter of all passes; from now on it counts the tokens that streaming leaves free, too.
 

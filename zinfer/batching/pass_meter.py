@@ -37,12 +37,13 @@ class PassMeter:
         tokens: computed in each pass.
         free_tokens: tokens of a pass that take no longer than its streaming; set by whoever knows.
         num_unused: free tokens that passes did not use, so far.
+        first_s: seconds of the first pass, which compiles, captures and warms; 0 before its end.
     """
 
     def __init__(self) -> None:
         self.seconds, self.tokens = Histogram(SECONDS), Histogram(TOKENS)
         self.free_tokens = self.num_unused = 0
-        self._began_s = 0.0
+        self._began_s = self.first_s = 0.0
 
     def begin(self) -> None:
         """Note that a pass begins, and none is under way."""
@@ -52,6 +53,7 @@ class PassMeter:
         """Note that the tokens of a pass are on the host."""
         ended_s = time.perf_counter()
         self.seconds.add(ended_s - self._began_s)
+        self.first_s = self.first_s or ended_s - self._began_s
         self.tokens.add(num_tokens)
         self.num_unused += max(self.free_tokens - num_tokens, 0)
         self._began_s = ended_s

@@ -55,6 +55,11 @@ class Completer(ABC):
         """Return the counters of the passes so far. Thread-safe."""
         return self._load
 
+    @property
+    def first_pass_s(self) -> float:
+        """Seconds of the first pass; 0 if passes are not measured one by one."""
+        return 0.0
+
     def choose_batch_size(self, prompts: Sequence[Prompt]) -> int:
         """Return the best batch size, judged by these first prompts."""
         return len(prompts)
@@ -128,6 +133,10 @@ class RaggedCompleter(Completer):
             llm.predicted_pass_s(),
             llm.last_pass_s,
         )
+
+    @property
+    def first_pass_s(self) -> float:
+        return self._llm.first_pass_s
 
     def follows(self, prompt: Prompt) -> bool:
         """See `Completer.follows`. With experts it is computed: it decides which other tokens its experts get."""

@@ -113,6 +113,7 @@ def run_job(
         UnusableInput, ConfigError, CheckpointError, PlanError: no prompt was computed.
         JobError: the job stopped early; the rows in the output are whole, and the same call resumes it.
     """
+    meter = Meter(console)  # its clock begins
     columns = {"prompt_column": prompt_column, "template": template, "system": system}
     form = RowForm.of(max_new_tokens, sampling or {}, keep, **columns)
     request = JobRequest(
@@ -148,7 +149,7 @@ def run_job(
                 return worker.run()
         peers = None if group is None else Peers(group, lambda: kept_message(request.output))
         try:
-            with shown(Meter(console)) as meter, open_input(request) as rows:
+            with shown(meter), open_input(request) as rows:
                 job = JobRun(request, settings, meter, peers, rows)
                 to_stdout = request.output == STANDARD_STREAM
                 with closing(Stdout() if to_stdout else OutputFile(request.output)) as out, closing(job):

@@ -253,6 +253,7 @@ class JobRun:
             out.begin(self._manifest)
         assert out.manifest is not None
         if completer is not None and not self._meter.forecast.stretches:  # the first batch
+            self._meter.begin("planning")
             self._note_changes(out.manifest, completer)
             self._predict(completer, batch, records.states)
         if completer is not None and not out.manifest.sizes:
@@ -320,8 +321,17 @@ class JobRun:
             other_ranks=() if self._peers is None else self._peers.stats(),
             num_in_step=1 if self._peers is None else self._peers.num_in_step,
             input_errors={} if completer is None else completer.input_errors.by_layer(),
-            phase_s={phase: seconds for phase, seconds in meter.phase_s.items() if phase != "running"},
+            phase_s=self._phase_s(),
         )
+
+    def _phase_s(self) -> dict[str, float]:
+        """Return the seconds of each phase: those before the batches, the first pass, and all others."""
+        completer = self._mode.completer
+        found = {phase: seconds for phase, seconds in self._meter.phase_s.items() if phase != "running"}
+        if completer is not None:
+            first_s = min(completer.first_pass_s, self._mode.computing_s)
+            found |= {"first pass": first_s, "passes": self._mode.computing_s - first_s}
+        return found
 
     def _write_report(self, summary: JobSummary) -> None:
         report = self._request.report

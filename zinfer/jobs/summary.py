@@ -1,7 +1,7 @@
 """The summary of a finished job, as a value and as a table."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ _LEAST_COMPARED_S: Final = 60.0  # shorter runs are dominated by startup, so the
 _LEAST_WAIT: Final = 0.05  # of the time; below that compute is the bound
 _LEAST_SHARE: Final = 0.0005
 _DEVICES: Final = {"cuda": "on the GPU", "cpu": "in memory"}
+_PHASES: Final = {"checking": "starting", "loading": "reading"}
+_LEAST_SAID_S: Final = 0.05
 CAUSES: Final = {"disk": "the disk", "host": "copies in host memory", "link": "PCIe"}
 
 
@@ -35,7 +37,8 @@ class JobSummary:
         other_ranks: stats of ranks 1, 2 and so on, if several shared the job; ``stats`` are rank 0's.
         num_in_step: how many ranks make each pass together.
         input_errors: of products whose inputs were rounded to 8 bits, by layer, on rank 0, as `InputErrors.by_layer`.
-        phase_s: seconds of the phases before the first pass: "checking", "planning" and "loading".
+        phase_s: seconds of the phases: "checking", "planning", "loading", "first pass" and "passes"; of a process also
+            "starting" before them and "end" behind.
     """
 
     num_rows: int
@@ -63,6 +66,17 @@ class JobSummary:
     def tokens_per_s(self) -> float:
         """New tokens per second of `running_s`, which excludes loading the model."""
         return self.num_output_tokens / self.running_s if self.running_s else 0.0
+
+    def of_process(self, starting_s: float, process_s: float) -> "JobSummary":
+        """Return the summary with the time of the whole process.
+
+        Args:
+            starting_s: from the process's start to the job's.
+            process_s: from the process's start until now, when all is closed.
+        """
+        phase_s = {"starting": starting_s, **self.phase_s}
+        phase_s["end"] = max(process_s - sum(phase_s.values()), 0.0)
+        return replace(self, wall_s=process_s, phase_s=phase_s)
 
     @property
     def exit_code(self) -> int:
@@ -111,6 +125,7 @@ def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
     speed = {
         "speed": tokens and f"{summary.tokens_per_s:,.1f} tokens/s",
         "time": f"{duration(summary.wall_s)}{running}",
+        "where it went": _phases(summary.phase_s),
         "prediction": _prediction(summary),
         "passes": _passes(summary),
     }
@@ -133,6 +148,15 @@ def _places(stats: RunStats, device: str) -> str:
     counts = [(stats.blocks_by_home.get(tier, 0), place) for tier, place in places.items()]
     blocks = ", ".join(f"{count:,} {place}" for count, place in counts if count)
     return blocks.replace(" ", " block " if blocks.startswith("1 ") else " blocks ", 1)
+
+
+def _phases(phase_s: Mapping[str, float]) -> str:
+    """Return ``starting 7.1 s, planning 1.0 s, reading 5.2 s``, without phases of less than a twentieth."""
+    said: dict[str, float] = {}
+    for phase, seconds in phase_s.items():
+        name = _PHASES.get(phase, phase)
+        said[name] = said.get(name, 0.0) + seconds
+    return ", ".join(f"{name} {duration(seconds)}" for name, seconds in said.items() if seconds >= _LEAST_SAID_S)
 
 
 def _rounded_inputs(summary: JobSummary) -> str:
