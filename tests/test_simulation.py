@@ -16,6 +16,7 @@ from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.memory import Footprint
 from zinfer.planning.simulation import Simulations, in_step, simulate
 from zinfer.planning.step_time import PassTime
+from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.schedule import PassSize
 from zinfer.scheduling.sequence import Sequence as TokenSequence
 
@@ -38,6 +39,32 @@ def test_the_passes_are_those_of_the_job(folder: Path, tokens_per_pass: int, mem
         assert predicted.num_passes == llm.stats().passes
         assert predicted.tokens_per_pass == llm.num_tokens / predicted.num_passes
         assert predicted.tokens_per_s == pytest.approx(sum(counts) / predicted.seconds)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_counted_passes_are_those_of_the_scheduler(seed: int) -> None:
+    """Of any rows and sizes; the scheduler itself is asked where some rows are wanted, here all."""
+    draw = random.Random(seed)
+    num_sequences, num_pages = draw.choice([1, 2, 5, 20, 100]), draw.choice([8, 20, 60, 200, 1000])
+    budget = BatchingBudget(
+        tokens_per_pass=max(num_sequences, draw.choice([16, 64, 200, 1000, 10_000])),
+        most_part_tokens=64,
+        max_sequences=num_sequences,
+        num_pages=num_pages,
+        page_size=draw.choice([4, 16, 64]),
+        kv_dtype=torch.float16,
+        order=draw.choice(["arrival", "longest_first"]),
+        lends=draw.random() < 0.5,
+        footprint=Footprint(num_pages, 0, 0),
+    )
+    order = draw.choice([USUAL, PassOrder(draw.choice([8, 50, 300]))])
+    num_tokens, longest, most_new = num_pages * budget.page_size, draw.choice([5, 60, 400]), draw.choice([1, 8, 60])
+    prompts = [min(draw.randint(1, longest), num_tokens) for _ in range(draw.choice([1, 3, 20, 80]))]
+    counts = [min(draw.randint(1, most_new), num_tokens - prompt + 1) for prompt in prompts]
+    expected = simulate(prompts, counts, budget, order=order, wanted=range(len(prompts)))
+    assert simulate(prompts, counts, budget, order=order) == expected
+    few = len(expected) // 2 + 0.5
+    assert simulate(prompts, counts, budget, order=order, most_passes=few) == expected[: int(few) + 1]
 
 
 def test_seconds_are_the_sum_of_the_passes() -> None:

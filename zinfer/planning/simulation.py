@@ -2,6 +2,11 @@
 
 Shared prefixes and sequences that end early make a job shorter; neither is simulated.
 
+[Note: counted passes]
+While no sequence is preempted, a pass follows from sums alone: how many sequences decode, how many of them need a page,
+and which end. So most simulations keep sums in place of sequences, a tenth of the work, and give what the scheduler
+does to the last number; `tests/test_simulation.py` compares the two. Once pages run short, the scheduler itself runs.
+
 [Note: passes in step]
 Ranks that share the bytes of weights make each pass together, each over rows of its own, and it takes as long as that
 of the rank with the most work. Where rows differ, and a few passes of many tokens follow many of few, the ranks' large
@@ -11,7 +16,7 @@ simulated, each with rows of its own; others make the same passes as one of them
 
 import math
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import compress, zip_longest
 from statistics import fmean
@@ -19,9 +24,11 @@ from typing import Final, NamedTuple
 
 from zinfer.errors import PlanError
 from zinfer.planning.kv_budget import BatchingBudget
+from zinfer.scheduling.page_allocator import check_pages, most_reserved, pages_alone
 from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.sequence import Sequence as TokenSequence
+from zinfer.scheduling.workload import WorkSums
 
 _IDLE: Final = PassSize(0, 0, 0)
 _MOST_RANKS: Final = 8
@@ -54,6 +61,12 @@ def simulate(
     # Prompts share no prefix, and hashing pages takes most of the time, so try without prefix sharing. But a preempted
     # sequence may find its own pages when it resumes: then simulate again with sharing.
     job = prompt_lens, new_tokens, budget, window, order, most_passes, wanted
+    if window is None and wanted is None and budget.num_sets == 1:
+        for row in zip(prompt_lens, new_tokens, strict=True):
+            check_pages(*row, budget.num_pages, budget.page_size, None)
+        counted = _CountedPasses(prompt_lens, new_tokens, budget, order).up_to(most_passes)
+        if counted is not None:
+            return counted
     return _passes(*job, shares=False) or _passes(*job, shares=True)
 
 
@@ -91,6 +104,121 @@ def _passes(
     return sizes
 
 
+class _CountedPasses:
+    """Counts the passes of a job whose sequences are never preempted; see [Note: counted passes].
+
+    Every step is one of `Scheduler`, with a budget of one set of passes, no window and no shared pages.
+    """
+
+    def __init__(
+        self, prompt_lens: Sequence[int], new_tokens: Sequence[int], budget: BatchingBudget, order: PassOrder
+    ) -> None:
+        self._prompts, self._news, self._page = prompt_lens, new_tokens, budget.page_size
+        self._num_pages, self._lends, self._max_sequences = budget.num_pages, budget.lends, budget.max_sequences
+        self._token_budget = budget.tokens_per_pass
+        self._most_tokens = min(budget.tokens_per_pass, order.most_tokens or budget.tokens_per_pass)
+        self._most_running = order.most_running(budget.max_sequences)
+        self._most_reserved = most_reserved(budget.num_pages)
+        self._allocated = [pages_alone(*row, self._page) for row in zip(prompt_lens, new_tokens, strict=True)]
+        self._sums = WorkSums(len(self._news), sum(self._allocated), sum(prompt_lens), sum(new_tokens))
+        numbers = range(len(prompt_lens))
+        by_length = budget.order == "longest_first"
+        ordered = sorted(numbers, key=lambda i: (-new_tokens[i], -prompt_lens[i])) if by_length else numbers
+        self._waiting = deque(ordered)
+        self._prompt: tuple[int, int, int] | None = None  # under way: number, tokens computed, pages
+        self._num_decodes = self._num_computed = 0  # decoding sequences; their tokens in pages
+        self._num_free, self._num_lent, self._place = budget.num_pages, 0, 0
+        self._on_boundary = [0] * self._page  # decoding sequences by the passes, modulo a page, that need a page
+        self._ending: dict[int, list[int]] = {}  # numbers by their last pass
+
+    def up_to(self, most_passes: float) -> list[PassSize] | None:
+        """Return the passes, one more than ``most_passes`` at most; None: pages run short for new tokens."""
+        sizes: list[PassSize] = []
+        while self._sums.count:
+            lent, self._num_lent = self._num_lent, self._num_spare
+            needed = self._on_boundary[self._place % self._page]
+            if needed > self._num_free or self._num_decodes > self._token_budget:
+                return None
+            self._num_free -= needed
+            chunks = self._chunks()
+            if not chunks and not self._num_decodes:
+                return None
+            if len(sizes) > most_passes:
+                break
+            decodes, num_context = self._num_decodes, self._num_computed + self._num_decodes
+            num_tokens, num_samples, num_pairs = decodes, decodes, 0
+            for number, begin, end in chunks:
+                num_context, num_tokens = num_context + end, num_tokens + end - begin
+                num_samples += end == self._prompts[number]
+                num_pairs += (end - begin) * (begin + end + 1) // 2 if end - begin > 1 else 0
+            sizes.append(PassSize(num_tokens, num_samples, num_context, lent, num_pairs))
+            self._advance(chunks)
+        return sizes
+
+    @property
+    def _num_spare(self) -> int:
+        is_decoding = self._lends and not self._waiting and self._prompt is None
+        return max(self._num_pages - self._sums.num_pages, 0) if is_decoding else 0
+
+    def _chunks(self) -> list[tuple[int, int, int]]:
+        """Return number, begin and end of the chunks of prompts in this pass, with pages for them."""
+        num_running = self._num_decodes + (self._prompt is not None)
+        pace = self._sums.pace(max(self._num_pages - self._most_reserved, 1), self._max_sequences)
+        num_left = max(min(self._most_tokens, max(pace, num_running)) - self._num_decodes, 0)
+        chunks: list[tuple[int, int, int]] = []
+        if self._prompt is not None:
+            number, begin, num_pages = self._prompt
+            end = min(self._prompts[number], begin + num_left)
+            is_last = self._prompts[number] - begin == 1
+            most = self._num_free if is_last else self._num_free_beside(num_running - 1)
+            taken = min(max(-(-end // self._page) - num_pages, 0), most)
+            end = min(end, (num_pages + taken) * self._page)
+            self._num_free -= taken
+            self._prompt = number, end, num_pages + taken
+            chunks += [(number, begin, end)] if end > begin else []
+            if end < self._prompts[number]:
+                return chunks
+            num_left -= end - begin
+        while num_left and num_running < self._max_sequences and self._waiting and num_running < self._most_running:
+            number, most = self._waiting[0], self._num_free_beside(num_running)
+            end = min(self._prompts[number], num_left)
+            wanted = -(-end // self._page)
+            if not most or (num_running and most < wanted):
+                break
+            self._waiting.popleft()
+            taken = min(wanted, most)
+            end = min(end, taken * self._page)
+            self._num_free -= taken
+            num_left, num_running = num_left - end, num_running + 1
+            chunks.append((number, 0, end))
+            if end < self._prompts[number]:
+                self._prompt = number, end, taken
+                break
+        return chunks
+
+    def _num_free_beside(self, num_others: int) -> int:
+        return max(self._num_free - min(num_others, self._most_reserved), 0)
+
+    def _advance(self, chunks: Iterable[tuple[int, int, int]]) -> None:
+        """Let the decoding sequences go on, and begin with those whose prompts end; drop those that end."""
+        self._num_computed += self._num_decodes
+        for number, _, end in chunks:
+            if end < self._prompts[number]:
+                continue
+            if self._prompt is not None and self._prompt[0] == number:
+                self._prompt = None
+            self._num_decodes, self._num_computed = self._num_decodes + 1, self._num_computed + end
+            self._on_boundary[(self._place + 1 - end) % self._page] += 1
+            self._ending.setdefault(self._place + self._news[number] - 1, []).append(number)
+        for number in self._ending.pop(self._place, ()):
+            prompt, new, num_pages = self._prompts[number], self._news[number], self._allocated[number]
+            self._num_decodes, self._num_computed = self._num_decodes - 1, self._num_computed - prompt - new + 1
+            self._on_boundary[(self._place + 1 - prompt - new + 1) % self._page] -= 1
+            self._num_free += num_pages
+            self._sums.change(-1, -num_pages, -prompt, -new)
+        self._place += 1
+
+
 def simulated_ranks(num_ranks: int, rows: Sequence[tuple[int, int]]) -> int:
     """Return how many of the ranks in step are simulated: one if all rows are alike, since their passes are, too."""
     return min(num_ranks, 2) if len(set(rows)) > 1 else 1
@@ -108,7 +236,16 @@ def in_step(passes: Sequence[list[PassSize]], num_ranks: int, scale: float = 1.0
     if len(passes) == scale == 1:
         return passes[0]
     if len(passes) == 1:
-        return [PassSize(*(round(scale * number) for number in size)) for size in passes[0]]
+        return [  # field by field, since most passes of most simulations come here
+            PassSize(
+                round(scale * size.num_tokens),
+                round(scale * size.num_samples),
+                round(scale * size.num_context),
+                round(scale * size.num_lent_pages),
+                round(scale * size.num_pairs),
+            )
+            for size in passes[0]
+        ]
     ranks = []
     for rank in range(min(num_ranks, _MOST_RANKS)):
         own = passes[rank % len(passes)]

@@ -67,6 +67,11 @@ def check_pages(num_prompt: int, max_new_tokens: int, num_pages: int, page_size:
         )
 
 
+def most_reserved(num_pages: int) -> int:
+    """Return the most pages of a pool that prompts leave to decodes."""
+    return int(num_pages * _MOST_RESERVED)
+
+
 class PageAllocator:
     """Allocates pages of a pool.
 
@@ -84,7 +89,7 @@ class PageAllocator:
         self._pool = pool
         self._window = window
         self.is_short = False
-        self.most_reserved = int(pool.num_pages * _MOST_RESERVED)
+        self.most_reserved = most_reserved(pool.num_pages)
 
     def pages_of(self, sequence: Sequence) -> int:
         """Return `pages_alone` of a sequence."""

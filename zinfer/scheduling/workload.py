@@ -8,6 +8,7 @@ all waiting sequences fit at once, no others follow, and starting them at once t
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
@@ -62,8 +63,41 @@ class SharedPrefixCounter:
             yield page
 
 
+@dataclass
+class WorkSums:
+    """Sums over unfinished sequences that share no pages: how many, their pages, prompts and new tokens."""
+
+    count: int = 0
+    num_pages: int = 0
+    num_prompt: int = 0
+    num_new: int = 0
+
+    def change(self, count: int, num_pages: int, num_prompt: int, num_new: int) -> None:
+        """Add to each sum."""
+        self.count += count
+        self.num_pages += num_pages
+        self.num_prompt += num_prompt
+        self.num_new += num_new
+
+    def pace(self, num_pages: int, max_sequences: int) -> int:
+        """Return the tokens that a pass should have, for as many sequences as fit ``num_pages``; all if all fit.
+
+        See [Note: pace].
+        """
+        num_together = self.num_together(num_pages, max_sequences)
+        if num_together == self.count:
+            return self.num_prompt + self.num_new
+        return max(int(num_together * (self.num_prompt / self.num_new + 1)), _LEAST_PACE)
+
+    def num_together(self, num_pages: int, max_sequences: int) -> float:
+        """Return how many of the sequences fit ``num_pages`` together, on average."""
+        if self.num_pages <= num_pages and self.count <= max_sequences:
+            return self.count
+        return min(num_pages * self.count / self.num_pages, max_sequences)
+
+
 class Workload:
-    """Sums over unfinished sequences.
+    """Sums over unfinished sequences, with the pages that they share.
 
     Args:
         page_size: tokens of a page.
@@ -75,15 +109,12 @@ class Workload:
         self._page_size = page_size
         self._shares = shares
         self._prefixes = SharedPrefixCounter(page_size)
-        self._count = 0
-        self._num_own_pages = 0
-        self._num_prompt = 0
-        self._num_new = 0
+        self._own = WorkSums()
 
     @property
     def num_pages(self) -> int:
         """Number of pages for all of them at once."""
-        return self._num_own_pages - self._prefixes.num_repeated
+        return self._own.num_pages - self._prefixes.num_repeated
 
     def add(self, sequence: Sequence, num_pages: int) -> None:
         """Count a sequence that needs ``num_pages`` when it runs alone."""
@@ -105,20 +136,18 @@ class Workload:
 
         See [Note: pace].
         """
-        num_prompt = self._num_prompt - self._prefixes.num_repeated * self._page_size
-        num_together = self.num_together(num_pages, max_sequences)
-        if num_together == self._count:
-            return num_prompt + self._num_new
-        return max(int(num_together * (num_prompt / self._num_new + 1)), _LEAST_PACE)
+        return self._sums.pace(num_pages, max_sequences)
 
     def num_together(self, num_pages: int, max_sequences: int) -> float:
         """Return how many of the sequences fit ``num_pages`` together, on average."""
-        if self.num_pages <= num_pages and self._count <= max_sequences:
-            return self._count
-        return min(num_pages * self._count / self.num_pages, max_sequences)
+        return self._sums.num_together(num_pages, max_sequences)
+
+    @property
+    def _sums(self) -> WorkSums:
+        """The sums without what is shared."""
+        own, num_repeated = self._own, self._prefixes.num_repeated
+        num_prompt = own.num_prompt - num_repeated * self._page_size
+        return WorkSums(own.count, own.num_pages - num_repeated, num_prompt, own.num_new)
 
     def _change(self, sequence: Sequence, num_pages: int, count: int) -> None:
-        self._num_own_pages += num_pages
-        self._count += count
-        self._num_prompt += count * len(sequence.prompt_ids)
-        self._num_new += count * sequence.max_new_tokens
+        self._own.change(count, num_pages, count * len(sequence.prompt_ids), count * sequence.max_new_tokens)
