@@ -51,6 +51,11 @@ class SlabTensor:
     def end(self) -> int:
         return self.offset + self.nbytes
 
+    @property
+    def dequantized_bytes(self) -> int:
+        """Bytes of the tensor in the form that products of many tokens use, if that is another one; else 0."""
+        return 0
+
     def view(self, slab: torch.Tensor) -> torch.Tensor:
         """Return the tensor as a view of the slab's bytes (uint8)."""
         return slab[self.offset : self.end].view(self.dtype).view(self.shape)
@@ -110,6 +115,11 @@ class SlabLayout:
     def numel(self) -> int:
         """Elements of all tensors."""
         return sum(tensor.numel for tensor in self.tensors)
+
+    @cached_property
+    def max_dequantized_bytes(self) -> int:
+        """Dequantized bytes of the largest quantized matrix; 0 if there is none."""
+        return max((tensor.dequantized_bytes for tensor in self.tensors), default=0)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.nn.Parameter]:
         """Return the tensors by name, as parameters over ``buffer`` (uint8, at least ``nbytes`` long)."""
@@ -202,3 +212,21 @@ class Block:
     def read_extents(self) -> tuple[Extent, ...]:
         """The extents that are read from disk to fill the block's home."""
         return self.extents if self.conversion is None else self.conversion.extents
+
+    # A plan asks for these of each block hundreds of times, and a block of experts may have thousands of extents.
+    @cached_property
+    def file_bytes(self) -> int:
+        """Bytes of the extents."""
+        return sum(extent.nbytes for extent in self.extents)
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether the extents leave out bytes between those that they hold."""
+        return any(extent.rows > 1 for extent in self.extents)
+
+    @cached_property
+    def covered_bytes(self) -> int:
+        """Bytes of the aligned reads that fill the block's home."""
+        from zinfer.offload.chunks import covered_bytes  # which needs this module
+
+        return covered_bytes(self.read_extents)

@@ -193,6 +193,8 @@ class HostPlanner:
     @cached_property
     def _read_bytes(self) -> list[int]:
         """Bytes of the aligned reads of each block; among ranks, of the largest range's."""
+        if self.partition.size == 1:
+            return [block.covered_bytes for block in self.blocks]
         return [max(map(covered_bytes, self.partition.all_reads(block))) for block in self.blocks]
 
     @cached_property

@@ -145,15 +145,25 @@ def _slot_range(blocks: Sequence[Block], layers: frozenset[int], settings: Setti
 
 @lru_cache(maxsize=8)  # a search plans one model hundreds of times
 def _resident_sets(
-    enclosing: tuple[int, ...], outer: tuple[int, ...], layers: frozenset[int], most_layers: int
-) -> list[frozenset[int]]:
-    """Return the candidate sets of resident blocks: as many of the outer ones and of the layers as may be."""
+    enclosing: tuple[int, ...],
+    outer: tuple[int, ...],
+    layers: frozenset[int],
+    most_layers: int,
+    nbytes: tuple[int, ...],
+) -> list[tuple[int, frozenset[int]]]:
+    """Return candidate sets of resident blocks, with as many outer ones and layers as may be; by bytes, largest first.
+
+    Args:
+        nbytes: of each block, resident.
+    """
     ordered = sorted(layers)
-    return [
+    choices = (
         frozenset([*enclosing, *outer[:num_outer], *spread(ordered, num_layers)])
         for num_outer in range(len(outer), -1, -1)
         for num_layers in range(most_layers, -1, -1)
-    ]
+    )
+    sized = [(sum(map(nbytes.__getitem__, resident)), resident) for resident in choices]
+    return sorted(sized, key=lambda choice: -choice[0])
 
 
 @dataclass(frozen=True)
@@ -239,9 +249,11 @@ class _Planner:
             set(range(len(self.blocks))) - self.layers - set(enclosing), key=lambda index: self.blocks[index].nbytes
         )
         most_layers = len(self.layers) if self.settings.offload.device in (None, "none") else 0
-        choices = _resident_sets(tuple(enclosing), tuple(outer), self.layers, most_layers)
-        sized = [(self._bytes_of(resident, self._whole(resident)), resident) for resident in choices]
-        return sorted(sized, key=lambda choice: -choice[0])
+        divided = self.layers if self.partition.size > 1 else ()
+        nbytes = (
+            (self._range_bytes if index in divided else self._whole_bytes)[index] for index in range(len(self.blocks))
+        )
+        return _resident_sets(tuple(enclosing), tuple(outer), self.layers, most_layers, tuple(nbytes))
 
     def _device_bytes(self, resident: frozenset[int], whole: frozenset[int]) -> int:
         in_slots = [self._whole_bytes[index] for index in self._in_slots(whole)]

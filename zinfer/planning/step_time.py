@@ -18,7 +18,6 @@ from typing import Final
 
 from zinfer.kernels.quantized_linear import MOST_FUSED_TOKENS
 from zinfer.offload.block import Home, Tier
-from zinfer.offload.chunks import covered_bytes
 from zinfer.planning.block_work import BlockWork
 from zinfer.planning.memory import Footprint, Request
 from zinfer.planning.placement import Plan
@@ -282,10 +281,8 @@ def _moved_bytes(work: BlockWork, home: Home, *, stages: bool) -> tuple[int, int
     reads the rows.
     """
     if home.tier is Tier.DISK:
-        extents = work.block.extents
-        nbytes = work.num_uses * sum(extent.nbytes for extent in extents)
-        has_gaps = any(extent.rows > 1 for extent in extents)
-        return work.num_uses * covered_bytes(extents) if has_gaps else nbytes, 0, nbytes
+        nbytes = work.num_uses * work.block.file_bytes
+        return work.num_uses * work.block.covered_bytes if work.block.has_gaps else nbytes, 0, nbytes
     nbytes = work.num_uses * work.block.nbytes
     return 0, nbytes if stages and not home.pinned else 0, nbytes
 

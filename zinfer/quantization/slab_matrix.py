@@ -14,8 +14,7 @@ from zinfer.quantization.parameter import QuantizedParameter
 
 def most_dequantized_bytes(blocks: Iterable[Block]) -> int:
     """Return the dequantized size of the largest quantized matrix; 0 if there is none."""
-    matrices = (tensor for block in blocks for tensor in block.layout.tensors if isinstance(tensor, SlabMatrix))
-    return max((matrix.numel * matrix.dtype.itemsize for matrix in matrices), default=0)
+    return max((block.layout.max_dequantized_bytes for block in blocks), default=0)
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,10 @@ class SlabMatrix(SlabTensor):
     transposed: bool = field(default=False, kw_only=True)
     quantizes_input: bool = field(default=False, kw_only=True)
     part_offsets: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @property
+    def dequantized_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     @property
     def rows(self) -> int:
