@@ -65,8 +65,7 @@ def simulate(
         for row in zip(prompt_lens, new_tokens, strict=True):
             check_pages(*row, budget.num_pages, budget.page_size, None)
         counted = _CountedPasses(prompt_lens, new_tokens, budget, order).up_to(most_passes)
-        if counted is not None:
-            return counted
+        return _passes(*job, shares=True) if counted is None else counted
     return _passes(*job, shares=False) or _passes(*job, shares=True)
 
 
