@@ -182,6 +182,8 @@ def test_the_table_has_no_row_of_nothing() -> None:
         "limited by": "compute",
         "weights": "1 block in memory",
     }
+    launched = replace(summary, predicted_s=0.5, launching_s=0.4)
+    assert said(launched)["limited by"] == "Python (launching)"
 
 
 def test_bytes_are_said_in_decimal_units() -> None:

@@ -18,6 +18,7 @@ from zinfer.jobs.request import JobRequest
 from zinfer.offload.stats import RunStats
 from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.planning.job_sizes import MOST_SWAPPED, PAGES, SWAPS, Sizes, split
+from zinfer.planning.step_time import LAUNCHING
 from zinfer.requests.completion import Completion
 
 Answer: TypeAlias = tuple[Completion, ...] | Encoding
@@ -37,6 +38,7 @@ class Completer(ABC):
     Attributes:
         input_errors: as given.
         predicted_s: predicted seconds for the prompts completed so far.
+        launching_s: those of them in which Python's launches were to be waited for.
         sizes: batch and cache sizes, kept for a run that resumes the job.
         num_pages: of the KV cache; 0 if it has none.
         most_under_way: rows that are computed at once, where no others are computed again after a crash; None: all of
@@ -45,7 +47,7 @@ class Completer(ABC):
 
     def __init__(self, stats: Callable[[], RunStats], close: Callable[[], None], input_errors: InputErrors) -> None:
         self.stats, self.close, self.input_errors = stats, close, input_errors
-        self.predicted_s = 0.0
+        self.predicted_s = self.launching_s = 0.0
         self.sizes: dict[str, int | str] = {}
         self.num_pages = 0
         self.most_under_way: int | None = None
@@ -206,4 +208,6 @@ class RaggedCompleter(Completer):
                     yield prompts[index], tuple(sorted(found.pop(index), key=lambda each: each.sample_index))
         self._rehearsal.note_passes()
         if self._llm.num_new_tokens > before and not self._llm.is_following:
-            self.predicted_s += self._llm.predict_passes().seconds
+            predicted = self._llm.predict_passes()
+            self.predicted_s += predicted.seconds
+            self.launching_s += predicted.seconds if predicted.bottleneck == LAUNCHING else 0.0

@@ -311,6 +311,7 @@ class JobRun:
             wall_s=time.monotonic() - meter.started_s,
             running_s=meter.running_s,
             predicted_s=0.0 if completer is None else completer.predicted_s,
+            launching_s=0.0 if completer is None else completer.launching_s,
             computing_s=self._mode.computing_s,
             stats=None if completer is None else completer.stats(),
             notes=tuple(meter.notes),

@@ -28,7 +28,7 @@ class JobSummary:
         num_skipped: rows that were in the output before this run.
         num_prompt_tokens, num_output_tokens: tokens of the rows that this run wrote.
         running_s: seconds from the first batch to the last row; computing_s of them in passes.
-        predicted_s: predicted seconds for those passes.
+        predicted_s: predicted seconds for those passes; ``launching_s`` of them Python takes longest, which launches.
         stats: None if this run computed nothing.
         notes: notices shown during the run, for example of a dropped torn line.
         failures: number of rows that failed in this run, by reason.
@@ -61,6 +61,7 @@ class JobSummary:
     num_in_step: int = 1
     input_errors: Mapping[str, float] = field(default_factory=dict)
     phase_s: Mapping[str, float] = field(default_factory=dict)
+    launching_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -129,7 +130,7 @@ def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
         "prediction": _prediction(summary),
         "passes": _passes(summary),
     }
-    bound = _bound_rows(summary.stats, summary.device) if summary.stats else {}
+    bound = _bound_rows(summary.stats, summary) if summary.stats else {}
     if summary.stats and summary.other_ranks:
         bound |= _rank_rows([summary.stats, *summary.other_ranks], summary)
     sections = [[(name, str(value)) for name, value in section.items() if value] for section in (done, speed, bound)]
@@ -187,19 +188,19 @@ def _prediction(summary: JobSummary) -> str:
     return f"{duration(predicted_s)} for passes that took {duration(computing_s)}{factor}"
 
 
-def _bound_rows(stats: RunStats, device: str) -> dict[str, str]:
+def _bound_rows(stats: RunStats, summary: JobSummary) -> dict[str, str]:
     shares = {"PCIe": stats.link_share, "the disk": stats.disk_share}
     moved = {"read from disk": stats.bytes_read_disk, "copied to the GPU": stats.bytes_to_device}
     memory = {"on the GPU": stats.device_bytes, "in host memory": stats.host_bytes}
-    if device == "cpu":
+    if summary.device == "cpu":
         moved, memory = {"read from disk": stats.bytes_read_disk}, {"": stats.device_bytes + stats.host_bytes}
     streamed = stats.streamed_bytes_per_pass
     return {
-        "limited by": _bound(stats),
+        "limited by": _bound(stats, launches=summary.launching_s > summary.predicted_s / 2),
         "used": ", ".join(
             f"{share:.1%} of {name}" for name, share in shares.items() if share and share >= _LEAST_SHARE
         ),
-        "weights": _places(stats, device),
+        "weights": _places(stats, summary.device),
         "streamed": f"{human_bytes(streamed)} each pass" if streamed else "",
         "moved": _amounts(moved),
         "memory": _amounts(memory),
@@ -221,12 +222,16 @@ def _rank_rows(ranks: Sequence[RunStats], summary: JobSummary) -> dict[str, str]
     return {"ranks": f"{len(ranks)}{together}: {passes} passes", "of all ranks": "; ".join(filter(None, moved))}
 
 
-def _bound(stats: RunStats) -> str:
-    """Return what compute waited for most, and for how long."""
+def _bound(stats: RunStats, *, launches: bool) -> str:
+    """Return what compute waited for most, and for how long.
+
+    Args:
+        launches: Python's launches take most of the time, by prediction.
+    """
     waits = {cause: stats.stall_s.get(cause, 0.0) for cause in CAUSES}
     cause = max(waits, key=lambda cause: waits[cause])
     if sum(waits.values()) < _LEAST_WAIT * max(stats.span_s, 1.0):
-        return "compute"
+        return "Python (launching)" if launches else "compute"
     told = ", ".join(f"{duration(seconds)} for {CAUSES[each]}" for each, seconds in waits.items() if seconds >= 0.05)
     return f"{CAUSES[cause]}: compute waited {told}" if told else CAUSES[cause]
 
