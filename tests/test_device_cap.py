@@ -175,17 +175,6 @@ def test_all_that_a_job_takes_is_below_the_cap(folder: Path, cap: int) -> None:
     assert (stats.streamed_bytes_per_pass > 0) == (cap < 30 * 10**6)
 
 
-def test_small_passes_count_what_attention_gathers_for_them(folder: Path) -> None:
-    """Few tokens, behind contexts that are many times as long."""
-    prompts = [{"prompt_token_ids": [3 + place % 900 for place in range(length)]} for length in (400, 380)]
-    sizes = {"tokens_per_pass": 64, "max_sequences": 2}
-    with peaks() as measured, LLM(folder, device="cpu", max_device_memory=26 * 10**6, **sizes) as llm:
-        found = llm.generate(prompts, SamplingParams(max_new_tokens=2, ignore_eos=True))
-        activations = llm.device_parts.activations
-    assert all(completion.error is None for completion in found)
-    assert 0 < max(measured) <= activations
-
-
 def test_an_engine_leaves_room_for_passes_of_unknown_size(folder: Path) -> None:
     cap = 5 * 10**6
     with loaded(folder, max_device_memory=cap) as engine:

@@ -36,6 +36,7 @@ from zinfer.engine.own_pairs import OwnPairs
 from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs.embedding_head import EmbeddingHead
 from zinfer.jobs.encoder import embeddings
+from zinfer.kernels.padded_attention import padded_attention_bytes
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.memory import Footprint, Request, find_encoding_footprint, find_footprint, weight_budget
 
@@ -112,6 +113,18 @@ CASES = [
     *((family, None) for family in ("llama", "mistral", "opt", "gpt2", "bloom", "mixtral", "deepseek_v3")),
     *((family, "eager") for family in ("llama", "opt", "mixtral")),
 ]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_few_tokens_over_pages_count_the_workspace_of_a_cpu(family: str) -> None:
+    """What attention gathers depends on the contexts behind them."""
+    spec = ModelSpec.read(config_of(family, 64))
+    workspace = padded_attention_bytes(spec.num_heads, spec.kv.num_heads, spec.kv.key_dim, spec.kv.value_dim)
+    on_cpu, on_gpu = (
+        find_footprint(spec.over_pages(), torch.float32, Request(1, 4, 1), on_cuda=on_cuda).activation_bytes
+        for on_cuda in (False, True)
+    )
+    assert on_gpu < workspace < on_cpu < workspace + (256 << 10)
 
 
 @pytest.mark.sampled(8)
