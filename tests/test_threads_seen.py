@@ -222,6 +222,9 @@ def heartbeat(folder: Path) -> Callable[[], object]:
     class Broken(Progress):
         line = fail
 
+        def short_line(self, width: int) -> str:  # of the bar
+            return ""
+
         def share(self) -> None:
             return None
 
@@ -681,8 +684,6 @@ def test_a_process_ends_where_nobody_can_be_told(run: Callable[[], None]) -> Non
 
 
 def test_tokens_of_a_pass_that_takes_longer_than_a_beat_are_waited_for() -> None:
-    ranks: Any = SimpleNamespace(
-        failure=None, on_failure=lambda call: None, check=lambda: None, find_cause=lambda error: error
-    )
+    ranks: Any = SimpleNamespace(failure=None, on_failure=lambda call: None, check=lambda: None, find_cause=RankError)
     drawn: Any = SimpleNamespace(take=lambda: time.sleep(1.5) or "tokens", where=lambda: None)
     assert StageTokens(ranks, [], is_last=True).share(drawn, drawn).take() == "tokens"
