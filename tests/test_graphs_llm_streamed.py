@@ -15,9 +15,9 @@ from ragged_models import tiny_model
 from zinfer import LLM, SamplingParams
 from zinfer.batching.ragged import RaggedBatch
 from zinfer.batching.runner import PassRunner
-from zinfer.engine import acceleration
 from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import FIRST
+from zinfer.planning import pass_sizes
 
 __all__ = ["alone", "folder", "prompts", "stand_in"]  # fixtures
 
@@ -211,7 +211,7 @@ def test_by_default_where_python_would_be_slower_than_the_link(
     replays: bool,
 ) -> None:
     """Blocks that stay in pages stream no more."""
-    monkeypatch.setattr(acceleration, "_MOST_BYTES_A_BLOCK", most_bytes)
+    monkeypatch.setattr(pass_sizes, "_MOST_STREAMED_BYTES", most_bytes)
     if not lends:
         monkeypatch.setattr(StreamedModel, "can_borrow", lambda self, memory: False)
     with LLM(
