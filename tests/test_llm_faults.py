@@ -60,7 +60,7 @@ def test_a_pass_that_is_cut_short_leaves_nothing_behind(
         ({"prompt_token_ids": None}, SamplingParams(), "list of whole numbers, not a NoneType"),
         ({"prompt_token_ids": "34"}, SamplingParams(), "list of whole numbers, not a str"),
         (None, SamplingParams(), "not a NoneType"),
-        ({"prompt_token_ids": [3] * 120}, SamplingParams(max_new_tokens=9), r"more than 128 \(the model's"),
+        ({"prompt_token_ids": [3] * 130}, SamplingParams(max_new_tokens=9), "leaves no room for new ones within 128"),
         ({"tokens": [3]}, SamplingParams(), "'tokens'.*'prompt_token_ids' alone"),
         ("text", SamplingParams(), "no tokenizer"),
         ({"prompt_token_ids": [3]}, SamplingParams(max_new_tokens=2, stop=("x",)), "stop strings need a tokenizer"),

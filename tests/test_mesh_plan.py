@@ -309,8 +309,9 @@ def test_the_command_lists_and_chooses(tmp_path: Path) -> None:
     assert stated["parallel"] == {"zero": 4}
     assert [each["parallel"] for each in stated["meshes"]] == [{"zero": 4}], "what is stated is not compared"
     assert stated["request"]["batch_size"] == 4
-    text = zinfer_plan("--model", folder, "--ranks", "4").stdout
-    assert "DeepSpeed's mp_size: 1" in text
+    assert "DeepSpeed's mp_size: 1" in zinfer_plan("--model", folder, "--ranks", "4").stdout
+    shape = "--batch-size", "64", "--prompt-len", "512", "--new-tokens", "32"
+    text = zinfer_plan("--model", "llama-3-70b", "--ranks", "4", "--nodes", "2", *shape).stdout
     assert 'is chosen if stated, {"zinfer": {"parallel": {' in text
     fast = tmp_path / "fast.json"
     fast.write_text('{"zinfer": {"optimize": "speed"}}')
