@@ -414,7 +414,7 @@ def news(folder: Path) -> Callable[[], object]:
         if isinstance(from_bytes(data), Load):
             fail()
 
-    return working(folder, Link(send_bytes, Open((), {}, {}), end=threading.Event().wait))  # type: ignore[arg-type]
+    return working(folder, Link(send_bytes, Open((), {}, {}, None), end=threading.Event().wait))  # type: ignore[arg-type]
 
 
 def own_listener(port: int) -> socket.socket:
