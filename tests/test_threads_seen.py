@@ -101,6 +101,22 @@ class Failing:
         fail()
 
 
+@pytest.fixture(autouse=True)
+def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """End watches over ranks: one that a test leaves behind ends this process as soon as it calls what was planted."""
+    begun: list[RankWatch] = []
+    begin = RankWatch.__init__
+
+    def noted(self: RankWatch, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        begun.append(self)
+
+    monkeypatch.setattr(RankWatch, "__init__", noted)
+    yield
+    for each in begun:
+        each.end()
+
+
 def heard(wait: Callable[[], object]) -> BaseException:
     """The error that a call raises; it must not wait for good."""
     found: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
