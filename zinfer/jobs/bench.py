@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Final
@@ -24,8 +25,9 @@ from zinfer.jobs.bench_prompts import BenchPrompt, prompts_of, share_of
 from zinfer.jobs.bench_request import BenchRequest
 from zinfer.jobs.bench_result import BenchResult
 from zinfer.jobs.comparison import MOST_ROWS, Compared, check_room, compare
+from zinfer.jobs.completer import load_of
 from zinfer.jobs.memory_cap import held_beyond
-from zinfer.jobs.progress import Forecast, JobForecast, Load, Meter, Stretch
+from zinfer.jobs.progress import Forecast, JobForecast, Meter, Stretch
 from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.rivals import Task, is_installed
 from zinfer.jobs.summary import weights_line
@@ -202,15 +204,7 @@ def _measure(
     meter.num_rows = len(prompts)
     forecast = Forecast(f"{predicted}", predicted.tokens_per_s, predicted.seconds, predicted.num_passes)
     meter.forecast = JobForecast(forecast.text, (Stretch.of([forecast], len(prompts), len(prompts)),))
-    meter.load = lambda: Load(
-        llm.num_passes,
-        llm.num_tokens,
-        llm.num_new_tokens,
-        llm.num_running,
-        llm.num_swapped_pages,
-        llm.predicted_pass_s(),
-        llm.last_pass_s,
-    )
+    meter.load = partial(load_of, llm)
     meter.begin("running")
     meter.begin_batch(len(prompts), len(prompts))
     num_new, begin_s = _generate(llm, prompts, meter), meter.running_since_s

@@ -85,6 +85,19 @@ class Completer(ABC):
         """
 
 
+def load_of(llm: LLM) -> Load:
+    """Return the counters of an `LLM`."""
+    return Load(
+        llm.num_passes,
+        llm.num_tokens,
+        llm.num_new_tokens,
+        llm.num_running,
+        llm.num_swapped_pages,
+        llm.predicted_pass_s(),
+        llm.last_pass_s,
+    )
+
+
 class RaggedCompleter(Completer):
     """Completes prompts with an `LLM`. Each call starts with an empty prefix cache, so its passes are reproducible.
 
@@ -125,16 +138,7 @@ class RaggedCompleter(Completer):
         self.most_under_way = None if self._llm.has_experts else budget.max_sequences
 
     def load(self) -> Load:
-        llm = self._llm
-        return Load(
-            llm.num_passes,
-            llm.num_tokens,
-            llm.num_new_tokens,
-            llm.num_running,
-            llm.num_swapped_pages,
-            llm.predicted_pass_s(),
-            llm.last_pass_s,
-        )
+        return load_of(self._llm)
 
     @property
     def first_pass_s(self) -> float:
