@@ -201,7 +201,10 @@ async def outcomes(way: str, prompts: list[int], num_replicas: int, gap_s: float
 @given(data=st.data())
 @settings(max_examples=8, deadline=None)
 def test_whatever_ends_replicas_fails_and_nothing_else(way: str, num_replicas: int, data: st.DataObject) -> None:
-    """One at any step, several at their first; a stream that has begun is lost with its replica."""
+    """One at any step, several at their first; a stream that has begun is lost with its replica.
+
+    Each ends a replica twice. Three may do so once more: a cleared request that they lost three times is suspected again.
+    """
     num = data.draw(st.integers(1, 25))
     causes = data.draw(st.sets(st.integers(0, num - 1), max_size=3))
     last = NUM_STEPS - 1 if len(causes) == 1 else 0
@@ -213,4 +216,4 @@ def test_whatever_ends_replicas_fails_and_nothing_else(way: str, num_replicas: i
             assert each in (("RequestFailed", "Lost") if way == "stream" else ("RequestFailed",))
         elif way != "stream" or each != "Lost":
             assert each not in ("RequestFailed", "Lost")
-    assert num_ends <= 2 * len(causes)
+    assert num_ends <= 2 * len(causes) + (len(causes) > 2)
