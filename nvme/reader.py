@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
 from zinfer.nvme.backend import Backend, Buffer, OpenFile
 from zinfer.nvme.file_identity import FileIdentity
+from zinfer.nvme.page_cache import end_reading_ahead
 from zinfer.nvme.pool import when_done
 from zinfer.nvme.threads import ThreadsBackend
 
@@ -99,7 +100,7 @@ class ReadObserver(Protocol):
 
 
 class Reader:
-    """Fills buffers from files, several blocks at a time.
+    """Fills buffers from files, several blocks at a time. What was read ahead until now is read no further.
 
     Args:
         num_threads: concurrent blocks of the default `ThreadsBackend`.
@@ -122,6 +123,7 @@ class Reader:
     ) -> None:
         if block_bytes < ALIGNMENT_BYTES or block_bytes % ALIGNMENT_BYTES:
             raise ValueError(f"block_bytes must be a positive multiple of {ALIGNMENT_BYTES}, not {block_bytes}")
+        end_reading_ahead()
         self.block_bytes = block_bytes
         self.backend = backend or ThreadsBackend(num_threads=num_threads, uses_cache=uses_cache)
         self._expected = dict(expected or {})

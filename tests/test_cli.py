@@ -344,6 +344,25 @@ def test_a_name_that_is_no_model_is_refused_before_torch_is_imported() -> None:
     assert {"run", "serve", "chat", "quantize", "warmup", "bench", "plan", "replica"} <= {*TAKING_MODELS}
 
 
+def test_weights_are_read_while_modules_are_imported(tmp_path: Path) -> None:
+    model = letters_model(tmp_path / "model")
+    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [5, 6], "max_new_tokens": 1}\n')
+    code = (
+        "import sys, threading; from zinfer.cli import main\n"
+        "started, start = [], threading.Thread.start\n"
+        "def noting(thread): started.append(thread.name); start(thread)\n"
+        "threading.Thread.start = noting\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch': print(*started, file=sys.stderr)\n"
+        "sys.meta_path.insert(0, Watch()); main()"
+    )
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    run = [sys.executable, "-c", code, "run", "--model", str(model), *files, "--device", "cpu"]
+    child = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert "zinfer-ahead" in child.stderr.splitlines()[0]
+
+
 def test_help_and_version_import_nothing_heavy() -> None:
     """No command's module, and no package that prints; what counts is what was imported, not how long it took."""
     code = (

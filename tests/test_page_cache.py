@@ -2,14 +2,17 @@
 
 import errno
 import fcntl
+import itertools
 import os
+import threading
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from reader_support import PAGE, buffer_of
 
-from zinfer.nvme.page_cache import CachedPages
+from zinfer.nvme.page_cache import CachedPages, end_reading_ahead, read_ahead
 from zinfer.nvme.reader import DiskReadError, Reader
 
 NUM_PAGES = 64
@@ -124,3 +127,43 @@ def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with (tmp_path / "empty").open("rb") as opened:
         assert not CachedPages(opened.fileno()).hold(0, PAGE)
+
+
+def held(*files: Path) -> list[bool]:
+    found = []
+    for file in files:
+        with file.open("rb") as opened:
+            pages = CachedPages(opened.fileno())
+        found.append(pages.hold(0, file.stat().st_size))
+        pages.close()
+    return found
+
+
+def wait_for_readers() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("zinfer-ahead"):
+            thread.join()
+
+
+def test_files_are_read_ahead_in_order_and_no_more_than_allowed(file: Path, tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("second.bin", "third.bin")]
+    for other in others:
+        other.write_bytes(file.read_bytes())
+    for each in (file, *others):
+        forget(each)
+    read_ahead([file, *others], max_bytes=file.stat().st_size + 1)
+    wait_for_readers()
+    assert held(file) == [True]
+    assert held(others[1]) == [False]
+    read_ahead([*others, tmp_path / "missing.bin"], max_bytes=1 << 30)
+    wait_for_readers()
+    assert held(file, *others) == [True] * 3
+    end_reading_ahead()
+    end_reading_ahead()
+
+
+def test_a_reader_ends_what_is_read_ahead(file: Path) -> None:
+    read_ahead(itertools.repeat(file), max_bytes=1 << 60)
+    assert any(thread.name.startswith("zinfer-ahead") for thread in threading.enumerate())
+    with closing(Reader()):
+        assert not any(thread.name.startswith("zinfer-ahead") for thread in threading.enumerate())

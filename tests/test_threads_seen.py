@@ -58,6 +58,7 @@ from zinfer.jobs.report import Timeline
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.row_form import RowForm
 from zinfer.nvme.backend import Backend, Buffer, OpenFile
+from zinfer.nvme.page_cache import end_reading_ahead, read_ahead
 from zinfer.nvme.pool import Pool, call_all, start_thread, when_done
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, SlabLayout
@@ -571,8 +572,17 @@ def end_of_rank(folder: Path) -> Callable[[], object]:
     return partial(ended_process, run)
 
 
+def read_ahead_of_need(folder: Path) -> Callable[[], object]:
+    def files() -> Iterator[Path]:
+        yield fail()
+
+    read_ahead(files(), 1)
+    return end_reading_ahead
+
+
 ROWS: Final[Mapping[str, tuple[Row, ...]]] = {
     "{}-{}": (pool,),
+    "zinfer-ahead-{}": (read_ahead_of_need,),
     "zinfer-{}-{}": (lane_load, lane_send),
     "zinfer-gather": (gather,),
     "zinfer-heartbeat": (heartbeat,),

@@ -21,6 +21,7 @@ from zinfer.cli.options import (
     TopK,
     TopP,
     Weights,
+    begin_reading,
     model_folder,
     option_words,
 )
@@ -66,7 +67,7 @@ def chat(
         if model is not None and served_model_name is not None:
             raise ConfigError("--served-model-name is for --url; --model has one model")
         if model is not None:
-            model_folder(model)
+            begin_reading(model_folder(model))
         _check_extra(needs_server=model is not None)
         with importing():
             from zinfer.chat.chat import talk

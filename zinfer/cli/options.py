@@ -5,11 +5,14 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zinfer.checkpoint.folder import hub_name, resolve_folder
+from zinfer.checkpoint.folder import SAFETENSORS_SUFFIX, hub_name, resolve_folder
 from zinfer.cli.ending import Device
 from zinfer.errors import CheckpointError
 from zinfer.jobs.request import WEIGHTS
 from zinfer.model.known_models import find_known_model
+from zinfer.nvme.page_cache import read_ahead
+from zinfer.probe.cgroups import free_host_bytes
+from zinfer.ranks.environment import own_local_rank
 
 MODEL_PANEL: Final = "Model and machine"
 SAMPLING_PANEL: Final = "Sampling"
@@ -108,6 +111,16 @@ def model_folder(model: str) -> Path:
             f"{model!r}: no such folder; the published model of this name is {known.hub}, and zinfer does not "
             f"download: run `hf download {known.hub}`, then give --model {known.hub}"
         ) from error
+
+
+def begin_reading(folder: Path) -> None:
+    """Begin to read the weights of a model while modules are imported ([Note: reading ahead]).
+
+    Of several processes on a host the first one reads for all. A quarter of the free memory at most: the rest of the
+    weights is read into buffers, which take the place of what lies in the page cache.
+    """
+    if own_local_rank() == 0:
+        read_ahead(sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}")), free_host_bytes() // 4)
 
 
 def stated_keys(

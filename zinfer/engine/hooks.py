@@ -22,7 +22,7 @@ from zinfer.graphs.splits import GraphSplits
 from zinfer.model.module_patches import ModulePatches
 from zinfer.model.partition import ModelBlock
 from zinfer.offload.streamer import Streamer
-from zinfer.probe.limits import free_host_bytes
+from zinfer.probe.cgroups import free_host_bytes
 from zinfer.quantization.parameter import QuantizedParameter
 from zinfer.units import human_bytes
 

@@ -21,7 +21,7 @@ from zinfer.engine.random_weights import random_bytes
 from zinfer.errors import PlanError
 from zinfer.jobs.limited_process import STOPPED, run_limited
 from zinfer.jobs.rivals import RIVALS, Task, is_installed
-from zinfer.probe.limits import free_host_bytes
+from zinfer.probe.cgroups import free_host_bytes
 from zinfer.units import human_bytes
 
 LIMIT_S: Final = 3600.0

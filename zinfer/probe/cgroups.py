@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+import psutil
+
 _ROOT: Final = Path("/")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")  # a space in a path is "\040" in mountinfo
 _NO_LIMIT: Final = 1 << 62  # v1 writes "no limit" as the largest multiple of a page in 63 bits
@@ -68,6 +70,11 @@ def memory_limit() -> int | None:
 def free_group_bytes() -> int:
     """Return the bytes that every group of this process leaves it; `sys.maxsize` without a limit."""
     return min((group.free_bytes for group in limited_groups()), default=sys.maxsize)
+
+
+def free_host_bytes() -> int:
+    """Return the host memory that this process can use now."""
+    return min(int(psutil.virtual_memory().available), free_group_bytes())
 
 
 def limited_groups() -> Iterator[GroupMemory]:

@@ -4,12 +4,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-import psutil
 import torch
 
 from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError
-from zinfer.probe.cgroups import free_group_bytes, memory_limit
+from zinfer.probe.cgroups import free_group_bytes, free_host_bytes, memory_limit
 from zinfer.units import human_bytes
 
 # Shares of free memory for weights; the rest is for activations, the KV cache and other uses of the host.
@@ -145,11 +144,6 @@ def find_limits(settings: Settings, num_sharing: int = 1) -> MachineLimits:
 def usual_host_bytes(free_bytes: int) -> int:
     """Return the budget of host memory where none is stated: a share of what is free, of much memory a larger share."""
     return int(max(free_bytes * _HOST_SHARE, min(free_bytes - _ENOUGH_HOST_REST, free_bytes * _MOST_HOST_SHARE)))
-
-
-def free_host_bytes() -> int:
-    """Return the host memory that this process can use now."""
-    return min(int(psutil.virtual_memory().available), free_group_bytes())
 
 
 def obtainable_host_bytes() -> int:
