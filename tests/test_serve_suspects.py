@@ -203,7 +203,8 @@ async def outcomes(way: str, prompts: list[int], num_replicas: int, gap_s: float
 def test_whatever_ends_replicas_fails_and_nothing_else(way: str, num_replicas: int, data: st.DataObject) -> None:
     """One at any step, several at their first; a stream that has begun is lost with its replica.
 
-    Each ends a replica twice. Three may do so once more: a cleared request that they lost three times is suspected again.
+    Each ends a replica twice, and three of them once more: a cleared request that they lost three times is suspected
+    again.
     """
     num = data.draw(st.integers(1, 25))
     causes = data.draw(st.sets(st.integers(0, num - 1), max_size=3))
