@@ -3,7 +3,7 @@
 A warm process is forked, by multiprocessing's server, from one that has only imported the modules of commands. It has
 its own memory, descriptors, session and signals, and can be killed. It saves the seconds of importing torch and
 transformers. All processes of pytest-xdist share a server.
-The ranks and replicas that it starts are warm as well, by `stand_in.py`.
+The replicas that it starts are warm as well, by `stand_in.py`, and so are ranks, which a command forks.
 On a machine with a GPU every start is cold, because CUDA does not survive a fork.
 """
 
@@ -174,6 +174,7 @@ def run_command(
         sys.executable = str(SCRIPT)
     os.chdir(folder)
     _limit(limit_bytes)
+    _customize()
     if prepare is not None:
         function, given = prepare
         function(*given)
@@ -182,6 +183,14 @@ def run_command(
         main()
     finally:
         run_exit_functions()
+
+
+def _customize() -> None:
+    """Run the `sitecustomize` that PYTHONPATH has, as a cold process does when it starts."""
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if folder and (file := Path(folder, "sitecustomize.py")).is_file():
+            exec(compile(file.read_text(), file, "exec"), {"__name__": "sitecustomize"})
+            return
 
 
 def run_exit_functions() -> None:

@@ -1,14 +1,44 @@
 """Jobs of several ranks in processes of their own, and how they end."""
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 from commands import Process, start
 from ranks_support import free_port
 
 CONFIG = '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}'
 END_S = 60  # in which a failure of one rank ends the others
+_IN_RANKS = """
+import os
+
+def begin():
+    if "RANK" in os.environ and not begun:
+        begun.append(True)
+        exec(CODE, {"__name__": "in_ranks"})
+
+begun = []
+os.register_at_fork(after_in_child=begin)
+begin()
+"""
+
+
+def run_in_ranks(folder: Path, code: str) -> dict[str, str]:
+    """Let each rank of a command run code when it starts; returns variables for the command."""
+    (folder / "sitecustomize.py").write_text(f"CODE = {code!r}\n{_IN_RANKS}")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+def ranks_of(launcher: int) -> dict[int, psutil.Process]:
+    """The ranks that a process has forked, by number."""
+    found = {}
+    for each in psutil.Process(launcher).children():
+        name, _, rank = each.name().rpartition("-")
+        if name == "zinfer-rank":
+            found[int(rank)] = each
+    return found
 
 
 class Job:

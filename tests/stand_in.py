@@ -5,13 +5,11 @@ nothing heavy.
 """
 
 import ast
-import ctypes
 import multiprocessing
 import os
 import resource
 import signal
 import sys
-import threading
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
@@ -24,9 +22,7 @@ PYTHON: Final = "ZINFER_TESTS_PYTHON"
 SERVER: Final = "ZINFER_TESTS_SERVER"
 """Says how the server is reached."""
 SCRIPT: Final = Path(__file__).with_suffix(".sh")
-_LAUNCHER: Final = "ZINFER_RANK_ENDINGS"
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class Ends:
@@ -62,8 +58,6 @@ def main() -> None:
     _, unread = os.pipe()
     resource_tracker.getfd = lambda: unread  # one would be a process more
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
-    if _LAUNCHER in os.environ:  # what a rank does, whose parent the launcher is
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     given = (Ends(1, 2), words, Path.cwd(), dict(os.environ), limit_bytes)
     process = multiprocessing.get_context("forkserver").Process(target=_run, args=given)
@@ -84,20 +78,17 @@ def main() -> None:
 def _run(ends: Ends, words: list[str], folder: Path, environment: dict[str, str], limit_bytes: int) -> None:
     from commands import run_command
 
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    run_command(ends, words, folder, environment, limit_bytes, (_customize, ()))
-
-
-def _customize() -> None:
-    """Run the `sitecustomize` that PYTHONPATH has, as a cold process does when it starts."""
-    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        if folder and (file := Path(folder, "sitecustomize.py")).is_file():
-            exec(compile(file.read_text(), file, "exec"), {"__name__": "sitecustomize"})
-            return
+    _die_with_parent()
+    run_command(ends, words, folder, environment, limit_bytes, None)
 
 
 def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
+    """Let another process kill this one with its parent: a thread would keep it from forking ranks."""
+    parent, own = multiprocessing.parent_process(), os.pidfd_open(os.getpid())
     assert parent is not None
-    wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    if not os.fork():
+        os.setsid()
+        if own not in wait([parent.sentinel, own]):
+            signal.pidfd_send_signal(own, signal.SIGKILL)
+        os._exit(0)
+    os.close(own)

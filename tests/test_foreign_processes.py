@@ -80,7 +80,7 @@ def test_foreign_processes_neither_run_code_nor_change_rows(job: Job, tmp_path: 
     alone = Job(tmp_path, "alone.jsonl", "--batch-size", "2")
     assert [code for code, _, _ in ended([start(alone.words, tmp_path, warm=True)])] == [0]
     planted = pickle.dumps(Planted(tmp_path / "planted"))
-    process = start(job.words, tmp_path, warm=True, warms_others=False)
+    process = start(job.words, tmp_path, warm=True)
     seen: set[tuple[str, int]] = set()
     until_s = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < until_s:

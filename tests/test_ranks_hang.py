@@ -1,7 +1,6 @@
 """A rank whose disk does not answer any more beats as before, and its passes stand still: it ends the job itself."""
 
 import json
-import os
 import socket
 from pathlib import Path
 from typing import Final
@@ -9,7 +8,7 @@ from typing import Final
 import pytest
 from commands import start
 from jobs_support import letters_model, prompt_rows, write_rows
-from ranks_job_support import Job, ended
+from ranks_job_support import Job, ended, run_in_ranks
 
 from zinfer.ranks import progress as progress_module
 from zinfer.ranks.progress import Progress
@@ -18,20 +17,18 @@ NUM_ROWS: Final = 24
 HANGING: Final = """
 import os
 import threading
+import zinfer.ranks.progress as progress
 
-if "RANK" in os.environ:
-    import zinfer.ranks.progress as progress
+progress._LEAST_S, progress._FIRST_PASSES = 5.0, 2
+read = os.preadv
+output = os.environ["TEST_OUTPUT"]
 
-    progress._LEAST_S, progress._FIRST_PASSES = 5.0, 2
-    read = os.preadv
-    output = os.environ["TEST_OUTPUT"]
+def hang(*args):
+    while os.environ["RANK"] == os.environ["TEST_RANK"] and os.path.exists(output) and os.path.getsize(output):
+        threading.Event().wait()
+    return read(*args)
 
-    def hang(*args):
-        while os.environ["RANK"] == os.environ["TEST_RANK"] and os.path.exists(output) and os.path.getsize(output):
-            threading.Event().wait()
-        return read(*args)
-
-    os.preadv = hang
+os.preadv = hang
 """
 """Lets a rank's reads hang once rows are written."""
 
@@ -40,7 +37,6 @@ if "RANK" in os.environ:
 def job(tmp_path: Path) -> Job:
     letters_model(tmp_path / "model", num_layers=4)
     write_rows(tmp_path / "in.jsonl", prompt_rows(NUM_ROWS))
-    (tmp_path / "sitecustomize.py").write_text(HANGING)
     return Job(tmp_path, "out.jsonl", "--batch-size", "4", "--ranks", "2")
 
 
@@ -54,7 +50,7 @@ def test_a_rank_whose_disk_hangs_ends_the_job(job: Job, mode: str, rank: int) ->
     }
     (job.folder / "ds.json").write_text(json.dumps(settings))
     variables = {
-        "PYTHONPATH": os.pathsep.join([str(job.folder), os.environ.get("PYTHONPATH", "")]),
+        **run_in_ranks(job.folder, HANGING),
         "TEST_RANK": str(rank),
         "TEST_OUTPUT": str(job.output),
     }

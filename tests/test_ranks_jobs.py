@@ -17,7 +17,7 @@ import typer
 from commands import start
 from family_models import family_model
 from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_rows, write_rows
-from ranks_job_support import CONFIG, Job, ended
+from ranks_job_support import CONFIG, Job, ended, ranks_of, run_in_ranks
 from ranks_support import free_port
 
 from zinfer.checkpoint import Checkpoint
@@ -183,7 +183,7 @@ def test_fifty_killed_ranks_lose_and_double_no_row(folder: Path, whole: tuple[li
 
 ENDS_LATE = """
 import os, time
-if os.environ.get("RANK") == "0":
+if os.environ["RANK"] == "0":
     from zinfer.cli import ending
     note = ending.note_ending
     ending.note_ending = lambda *given: (time.sleep(2), note(*given))
@@ -204,8 +204,7 @@ def test_signals_and_full_disks_end_all_ranks(folder: Path, whole: tuple[list[by
     )
     assert not said[1][2]
     limit_bytes = sum(map(len, rows)) // 2
-    (tmp_path / "sitecustomize.py").write_text(ENDS_LATE)  # the launcher asks the rank to end before it says why
-    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    variables = run_in_ranks(tmp_path, ENDS_LATE)  # the launcher asks the rank to end before it says why
     words = [*job.words, "--ranks", "2"]
     [(code, _, told)] = ended([start(words, folder, warm=True, limit_bytes=limit_bytes, variables=variables)])
     assert code == 1, told
@@ -319,19 +318,18 @@ def test_the_launcher_starts_ranks_and_speaks_for_them(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_the_launcher_names_a_killed_rank(folder: Path, rank: str) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_launcher_names_a_killed_rank(folder: Path, rank: int) -> None:
     job = Job(folder, f"launched-{rank}.jsonl", "--batch-size", "4", "--ranks", "2")
     launcher = start(job.words, folder, warm=True)
     job.wait_for_rows([launcher], 0)
-    ranks = psutil.Process(launcher.pid).children(recursive=True)
-    [victim] = [each for each in ranks if each.environ().get("RANK") == rank]
-    victim.kill()
+    ranks = ranks_of(launcher.pid)
+    ranks[rank].kill()
     [(code, _, said)] = ended([launcher])
     assert code == 1, said
     assert f"error: rank {rank} on {socket.gethostname()} was killed by SIGKILL. The rows in" in said
     assert said.count("zinfer: ") == 1
-    assert not any(each.is_running() for each in ranks)
+    assert not any(each.is_running() for each in ranks.values())
 
 
 def test_a_wrong_number_of_ranks_is_refused(folder: Path) -> None:

@@ -1,13 +1,13 @@
 """The ranks of a replica: one that hangs ends the others, and all of them are started again."""
 
 import json
-import os
 import socket
 import time
 from pathlib import Path
 
 import pytest
 from jobs_support import letters_model
+from ranks_job_support import run_in_ranks
 from serve_support import serving
 from test_ranks_hang import HANGING
 
@@ -24,9 +24,8 @@ def test_a_rank_whose_disk_hangs_is_started_again_with_the_others(tmp_path: Path
         "zinfer": {"parallel": {"zero": 2}},
     }
     (tmp_path / "ds.json").write_text(json.dumps(settings))
-    (tmp_path / "sitecustomize.py").write_text(HANGING)
     variables = {
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+        **run_in_ranks(tmp_path, HANGING),
         "TEST_RANK": str(rank),
         "TEST_OUTPUT": str(hangs),
     }

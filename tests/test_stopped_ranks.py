@@ -1,75 +1,72 @@
 """A rank that is stopped ends the others, whatever they do at the time, with one message; the job resumes."""
 
-import os
 import shutil
 import socket
 import time
 from pathlib import Path
 from typing import Final
 
-import psutil
 import pytest
 from commands import start
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
-from ranks_job_support import END_S, Job, ended
+from ranks_job_support import END_S, Job, ended, ranks_of, run_in_ranks
 
 NUM_ROWS = 24
 SILENCE_S = 10
 CONFIGS: Final = {"zero": "{}", "tensor": '{"tensor_parallel": {"tp_size": 2}}'}
 REHEARSED: Final = """
 import os
+import sys
+import threading
+import time
+from pathlib import Path
 
-if "RANK" in os.environ:
-    import threading
-    import time
-    from pathlib import Path
+for module in [*sys.modules.values()]:
+    if module.__name__.startswith("zinfer.ranks.") and hasattr(module, "SILENCE_S"):
+        module.SILENCE_S = int(os.environ["TEST_SILENCE_S"])
+from zinfer.jobs.peer_worker import PeerWorker
+from zinfer.jobs.peers import Peers
 
-    import zinfer.ranks.sockets
+notes = Path(os.environ["TEST_NOTES"])
+waits = os.environ["TEST_WHERE"] == "waits"
+compute, share, hand_out, next_message = PeerWorker._compute, Peers.share, Peers._hand_out, PeerWorker._next
+has_computed, has_shared = [], []
 
-    zinfer.ranks.sockets.SILENCE_S = int(os.environ["TEST_SILENCE_S"])
-    from zinfer.jobs.peer_worker import PeerWorker
-    from zinfer.jobs.peers import Peers
+def compute_long(self, completer, work):
+    if has_computed and not waits:
+        (notes / "now").touch()
+        while True:
+            compute(self, completer, work)
+    compute(self, completer, work)
+    has_computed.append(True)
 
-    notes = Path(os.environ["TEST_NOTES"])
-    waits = os.environ["TEST_WHERE"] == "waits"
-    compute, share, hand_out, next_message = PeerWorker._compute, Peers.share, Peers._hand_out, PeerWorker._next
-    has_computed, has_shared = [], []
+def next_noted(self):
+    if has_computed and waits:
+        threading.Timer(0.5, (notes / "now").touch).start()
+    return next_message(self)
 
-    def compute_long(self, completer, work):
-        if has_computed and not waits:
-            (notes / "now").touch()
-            while True:
-                compute(self, completer, work)
-        compute(self, completer, work)
-        has_computed.append(True)
+def hand_out_no_more(self, peer):
+    if has_computed and waits:
+        threading.Event().wait()
+    has_computed.append(True)
+    hand_out(self, peer)
 
-    def next_noted(self):
-        if has_computed and waits:
-            threading.Timer(0.5, (notes / "now").touch).start()
-        return next_message(self)
-
-    def hand_out_no_more(self, peer):
-        if has_computed and waits:
-            threading.Event().wait()
-        has_computed.append(True)
-        hand_out(self, peer)
-
-    def share_no_more(self, prompts, missing):
-        def must_wait():
-            if self._followers[0]:
-                return waits and has_computed
-            return not waits and has_shared and not (notes / "now").exists()
-
-        while must_wait():
-            self.check()
-            time.sleep(0.05)
-        share(self, prompts, missing)
-        has_shared.append(True)
+def share_no_more(self, prompts, missing):
+    def must_wait():
         if self._followers[0]:
-            has_computed.append(True)
+            return waits and has_computed
+        return not waits and has_shared and not (notes / "now").exists()
 
-    PeerWorker._compute, PeerWorker._next = compute_long, next_noted
-    Peers._hand_out, Peers.share = hand_out_no_more, share_no_more
+    while must_wait():
+        self.check()
+        time.sleep(0.05)
+    share(self, prompts, missing)
+    has_shared.append(True)
+    if self._followers[0]:
+        has_computed.append(True)
+
+PeerWorker._compute, PeerWorker._next = compute_long, next_noted
+Peers._hand_out, Peers.share = hand_out_no_more, share_no_more
 """
 """Lets rank 1 wait for its second batch, or compute it for good, and says when it does; rank 0 leaves it one."""
 
@@ -81,19 +78,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stopped(job: Job, where: str, rank: int) -> tuple[int | None, str]:
     """The exit code and stderr of a launcher of which a rank was stopped; checks that no process is left."""
-    (job.folder / "sitecustomize.py").write_text(REHEARSED)
     variables = {
-        "PYTHONPATH": os.pathsep.join([str(job.folder), os.environ.get("PYTHONPATH", "")]),
+        **run_in_ranks(job.folder, REHEARSED),
         **{"TEST_SILENCE_S": str(SILENCE_S), "TEST_NOTES": str(job.folder), "TEST_WHERE": where},
     }
-    launcher = start(job.words, job.folder, warm=True, variables=variables, warms_others=False)
+    launcher = start(job.words, job.folder, warm=True, variables=variables)
     job.wait_for_rows([launcher], 0)
     while not (job.folder / "now").exists():
         assert launcher.poll() is None, launcher.communicate()
         time.sleep(0.01)
-    ranks = psutil.Process(launcher.pid).children(recursive=True)
-    [victim] = [each for each in ranks if each.environ().get("RANK") == str(rank)]
-    victim.suspend()
+    numbered = ranks_of(launcher.pid)
+    ranks = [*numbered.values()]
+    numbered[rank].suspend()
     try:
         launcher.wait(END_S)
         assert not [each for each in ranks if each.is_running()]

@@ -11,8 +11,6 @@ import mmap
 import os
 import queue
 import socket
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -40,7 +38,6 @@ from zinfer.batching import lockstep
 from zinfer.batching.handle import Handle
 from zinfer.batching.serving_loop import ServingLoop
 from zinfer.batching.stage_tokens import StageTokens
-from zinfer.cli.rank_endings import killing_silent_ranks
 from zinfer.config import resolve_settings
 from zinfer.display import Progress, shown
 from zinfer.engine import kernel_cache
@@ -491,20 +488,6 @@ def searching(folder: Path) -> Callable[[], object]:
     return RollMember(replace(environment(1), ports=Ports()), LONG_S).join
 
 
-def silent_ranks(folder: Path) -> Callable[[], object]:
-    words = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-
-    def wait() -> None:
-        with subprocess.Popen(words, env={"RANK": "0"}, start_new_session=True) as rank:
-            try:
-                with killing_silent_ranks(folder / "none", 1, lambda: "Rows are kept"):
-                    rank.wait()
-            finally:
-                rank.kill()
-
-    return wait
-
-
 def rehearsing(folder: Path) -> Callable[[], object]:
     def wait() -> None:
         with pytest.MonkeyPatch.context() as patched:
@@ -601,7 +584,6 @@ ROWS: Final[Mapping[str, tuple[Row, ...]]] = {
     "zinfer-rank-0": (rank_0,),
     "zinfer-news": (news,),
     "zinfer-roll-call": (accepting, attending, linking, searching),
-    "zinfer-silent-ranks": (silent_ranks,),
     "zinfer-give-up": (let_go,),
     "zinfer-end": (end_of_rank,),
 }
@@ -612,7 +594,6 @@ SAID: Final[Mapping[Row, str]] = {
     linking: "TypeError",
     accepting: "rank 1 of 2 has not joined: rank 0 takes no more connections: OSError",
     attending: "rank 1 of 2 on there has not joined: it ended",
-    silent_ranks: "the ranks could not be watched and were ended (FileNotFoundError",
 }
 """What the error says, where it is not the planted one."""
 

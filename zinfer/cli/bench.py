@@ -83,15 +83,16 @@ def bench(
             experts=experts,
             compare=chosen_rivals(compare),
         )
-        parallel = resolve_settings(config, request.keys(), options=STATED_BY).parallel
+        parallel = resolve_settings(config, {"device": device}, options=STATED_BY).parallel
         num_ranks = choose_num_ranks(ranks, device, parallel, rows)
         if num_ranks > 1:
             check_mesh(parallel, num_ranks)
-            launch(num_ranks, lambda: "Nothing was kept")
         with importing():
             from zinfer.jobs.bench import run_bench
             from zinfer.jobs.bench_summary import bench_document, bench_table
 
+        if num_ranks > 1:
+            launch(num_ranks, lambda: "Nothing was kept")
         is_shown = own_rank() == 0
         result = run_bench(request, Console(stderr=True) if is_shown else None)
         if not is_shown:

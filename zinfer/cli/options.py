@@ -1,5 +1,7 @@
 """Options that several commands have, spelt and described alike."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -10,7 +12,7 @@ from zinfer.cli.ending import Device
 from zinfer.errors import CheckpointError
 from zinfer.jobs.request import WEIGHTS
 from zinfer.model.known_models import find_known_model
-from zinfer.nvme.page_cache import read_ahead
+from zinfer.nvme.page_cache import end_reading_ahead, read_ahead
 from zinfer.probe.cgroups import free_host_bytes
 from zinfer.ranks.environment import own_local_rank
 
@@ -121,6 +123,16 @@ def begin_reading(folder: Path) -> None:
     """
     if own_local_rank() == 0:
         read_ahead(sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}")), free_host_bytes() // 4)
+
+
+@contextmanager
+def reading_ahead(folder: Path) -> Iterator[None]:
+    """As `begin_reading`, and end it: ranks are forked from a process without threads."""
+    begin_reading(folder)
+    try:
+        yield
+    finally:
+        end_reading_ahead()
 
 
 def stated_keys(

@@ -3,19 +3,16 @@
 import json
 import os
 import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from zinfer.errors import JobError
-from zinfer.nvme.pool import start_thread
 from zinfer.ranks.environment import host_name
 from zinfer.ranks.sockets import SILENCE_S
 
@@ -25,7 +22,8 @@ LAUNCHER: Final = "ZINFER_RANK_ENDINGS"
 """Names the file; set by the launcher."""
 _MOST_WAIT_S: Final = 20.0
 _PAUSE_S: Final = 0.05
-_LOOK_S: Final = 0.5
+LOOK_S: Final = 0.5
+"""Between two looks of `SilenceWatch`."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,13 @@ class Ending:
 
 def note_ending(ending: Ending) -> None:
     """Append to the launcher's file."""
-    with open(os.environ[LAUNCHER], "ab", buffering=0) as file:
-        file.write(json.dumps(asdict(ending)).encode() + b"\n")
+    add_ending(Path(os.environ[LAUNCHER]), ending)
+
+
+def add_ending(file: Path, ending: Ending) -> None:
+    """Append to a file of endings, which other processes may append to."""
+    with file.open("ab", buffering=0) as opened:
+        opened.write(json.dumps(asdict(ending)).encode() + b"\n")
 
 
 def read_endings(file: Path) -> list[Ending]:
@@ -89,9 +92,8 @@ def first_cause(endings: Sequence[Ending]) -> Ending | None:
     return next(iter([*silent, *told, *own, *signalled, *endings]), None)
 
 
-@contextmanager
-def killing_silent_ranks(file: Path, num_ranks: int, kept: Callable[[], str]) -> Iterator[None]:
-    """Kill this process's ranks that others have noted as silent, or that have been stopped for long.
+class SilenceWatch:
+    """Kills ranks that others have noted as silent, or that have been stopped for long.
 
     A process that is stopped or hangs does not hear the launcher's SIGTERM, and the SIGKILL that follows comes late.
     Ranks watch each other only from when they have joined until one is done with its work.
@@ -99,54 +101,26 @@ def killing_silent_ranks(file: Path, num_ranks: int, kept: Callable[[], str]) ->
     Args:
         file: of `note_ending`.
         kept: returns a message on what the same command can resume from.
-
-    Raises:
-        JobError: they could not be watched any more, and were killed for that.
     """
-    over = threading.Event()
-    failures: list[BaseException] = []
 
-    def look() -> None:
-        ranks: dict[int, psutil.Process] = {}
-        num_looks: Counter[int] = Counter()  # not seconds: those in which the launcher itself was stopped do not count
-        while not over.wait(_LOOK_S):
-            ranks = ranks if len(ranks) == num_ranks else _own_ranks()
-            silent = {each.silent_rank for each in read_endings(file)}
-            for rank, process in ranks.items():
-                with suppress(psutil.Error, ProcessLookupError):
-                    num_looks[rank] = num_looks[rank] + 1 if process.status() == psutil.STATUS_STOPPED else 0
-                    is_stopped = num_looks[rank] * _LOOK_S >= MOST_STOPPED_S
-                    if is_stopped and rank not in silent:
-                        host = host_name()
-                        text = f"error: rank {rank} on {host} was stopped for {MOST_STOPPED_S} s. {kept()}"
-                        note_ending(Ending(rank, host, text, 1, is_own=False, silent_rank=rank))
-                    if (is_stopped or rank in silent) and process.is_running():
-                        os.killpg(process.pid, signal.SIGKILL)  # each rank has a session of its own
+    def __init__(self, file: Path, kept: Callable[[], str]) -> None:
+        self._file, self._kept = file, kept
+        # Not seconds: those in which the launcher itself was stopped do not count.
+        self._num_looks: Counter[int] = Counter()
 
-    def fail(failure: BaseException) -> None:
-        failures.append(failure)
-        while not over.is_set():  # also those that start later
-            for process in _own_ranks().values():
+    def look(self, running: Mapping[int, int]) -> None:
+        """Look at the processes of ranks; called every `LOOK_S`."""
+        endings = read_endings(self._file)
+        silent = {each.silent_rank for each in endings}
+        for rank, pid in running.items():
+            is_stopped_now = psutil.Process(pid).status() == psutil.STATUS_STOPPED
+            self._num_looks[rank] = self._num_looks[rank] + 1 if is_stopped_now else 0
+            is_stopped = self._num_looks[rank] * LOOK_S >= MOST_STOPPED_S
+            if is_stopped and rank not in silent:
+                host = host_name()
+                text = f"error: rank {rank} on {host} was stopped for {MOST_STOPPED_S} s. {self._kept()}"
+                add_ending(self._file, Ending(rank, host, text, 1, is_own=False, silent_rank=rank))
+            if is_stopped or rank in silent:
+                os.kill(pid, signal.SIGKILL)  # not yet reaped; its session may not be there yet
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            over.wait(_LOOK_S)
-
-    looking = start_thread("zinfer-silent-ranks", look, fail)
-    try:
-        yield
-    finally:
-        over.set()
-        looking.join()
-        if failures:
-            why = f"{type(failures[0]).__name__}: {failures[0]}"
-            raise JobError(f"the ranks could not be watched and were ended ({why}). {kept()}") from failures[0]
-
-
-def _own_ranks() -> dict[int, psutil.Process]:
-    """Return the ranks that this process has started, by number."""
-    found = {}
-    for process in psutil.Process().children():
-        with suppress(psutil.Error):
-            if (rank := process.environ().get("RANK", "")).isdecimal():
-                found[int(rank)] = process
-    return found
+                    os.killpg(pid, signal.SIGKILL)

@@ -31,12 +31,12 @@ from zinfer.cli.options import (
     Weights,
     begin_reading,
     model_folder,
+    reading_ahead,
     stated_keys,
 )
 from zinfer.cli.rank_endings import LAUNCHER
 from zinfer.display import print_text
 from zinfer.jobs.request import STANDARD_STREAM, InputFormat, Pooling, Task, kept_message
-from zinfer.nvme.page_cache import end_reading_ahead
 from zinfer.ranks.environment import own_rank, spoken_rank
 
 if TYPE_CHECKING:
@@ -200,8 +200,8 @@ def run(
         raise typer.BadParameter("give the file for the rows, or - for stdout", param_hint="--output")
     to_stdout = output == STANDARD_STREAM
     with exit_on_error(None if to_stdout else lambda: _kept(output)), raise_on_signals(makes_passes=True):
-        begin_reading(model_folder(model))
-        with importing():
+        folder = model_folder(model)
+        with reading_ahead(folder), importing():
             from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch
 
             begin_rank(ranks)
@@ -212,12 +212,13 @@ def run(
         num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
         if num_ranks > 1:
             check_mesh(settings.parallel, num_ranks)
-            end_reading_ahead()
-            launch(num_ranks, lambda: kept_message(output))
-        with importing():
+        with reading_ahead(folder), importing():
             from zinfer.jobs.job import run_job
             from zinfer.jobs.summary import job_document, summary_table
 
+        if num_ranks > 1:
+            launch(num_ranks, lambda: kept_message(output))
+        begin_reading(folder)
         is_shown = own_rank() == 0
         starting_s = _process_s()
         summary = run_job(

@@ -186,10 +186,11 @@ def replica(
             embed(str(socket), model, config, keys, pooling)
             return
         num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
-        if num_ranks > 1:
-            launch(num_ranks, lambda: "Finished requests were answered")
         with importing():
             from zinfer.serve.engine_process import compute
+
+        if num_ranks > 1:
+            launch(num_ranks, lambda: "Finished requests were answered")
 
         def end(failure: SilentRankError) -> None:
             conclude(f"error: {failure}", EXIT_STOPPED, silent_rank=failure.rank)
