@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _MOST_RANKS: Final = 256
+_BY_NVML: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Lets `torch.cuda.is_available` ask NVML: packages call it when they are imported, and CUDA would be opened by it."""
 _AGAIN: Final = "run the same command again to go on"
 _PAUSE_S: Final = 0.02
 _MOST_ENDING_S: Final = 30.0
@@ -55,7 +57,15 @@ def choose_num_ranks(
         ConfigError: the number is more than there are GPUs, or than a host is to start.
     """
     if is_several() or (stated is None and parallel is None):
-        return 1
+        chosen = 1
+    else:
+        chosen = _choose_for_gpus(stated, device, parallel, most)
+    if chosen == 1:
+        os.environ.pop(_BY_NVML, None)
+    return chosen
+
+
+def _choose_for_gpus(stated: int | None, device: str, parallel: "Parallel | None", most: int | None) -> int:
     num_gpus = 0 if device == "cpu" else _count_gpus()
     if stated is None:
         assert parallel is not None
@@ -118,6 +128,7 @@ def begin_rank(stated: int | None) -> None:
     if not is_several():
         # Read when torch is imported; in ranks, which may be forked later, each wait that is over is a warning.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault(_BY_NVML, "1")
         return
     if stated is not None and stated != num_started():
         raise ConfigError(f"--ranks is {stated}, but {num_started()} processes were started; leave --ranks out")
@@ -140,6 +151,7 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> None:
     if pids is None:
         reserved.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        os.environ.pop(_BY_NVML, None)
         announce(SILENCE_S)
         return
     for number in ending_signals():
