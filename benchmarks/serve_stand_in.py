@@ -15,6 +15,7 @@ from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.serve.engine_process import freeze_loaded, tell_life
 from zinfer.serve.messages import Connection, Deltas, Ready, Submit, ToEngine
+from zinfer.serve.replica_process import started_replicas, wait_for_server
 from zinfer.serve.server import ServerOptions, serve
 from zinfer.serve.service import ServiceLimits
 
@@ -39,14 +40,16 @@ async def answer(socket_path: str) -> None:
 
 def main() -> None:
     if sys.argv[1] == "replica":
-        asyncio.run(answer(sys.argv[sys.argv.index("--socket") + 1]))
+        socket_path = sys.argv[sys.argv.index("--socket") + 1]
+        if wait_for_server(Path(socket_path)):
+            asyncio.run(answer(socket_path))
         return
     command = [sys.executable, __file__, "replica"]
     tokenizer = AutoTokenizer.from_pretrained(Path(sys.argv[1]))
     freeze_loaded()  # as the command does
-    serve(
-        [command], tokenizer, ServerOptions(["stand-in"], port=0), ServiceLimits(), lambda text: print(text, flush=True)
-    )
+    with started_replicas(command, 1) as replicas:
+        options = ServerOptions(["stand-in"], port=0)
+        serve(replicas, tokenizer, options, ServiceLimits(), lambda text: print(text, flush=True))
 
 
 if __name__ == "__main__":

@@ -37,14 +37,14 @@ def temporary_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether the owner of a temporary folder lives."""
+    """Whether the owner of a temporary folder lives, or may live: the file system may have no locks."""
     try:
         with (folder / _LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
     except FileNotFoundError:
-        pass
+        return False
+    except OSError:
+        return True
     return False
 
 

@@ -3,7 +3,9 @@
 import os
 import signal
 import sys
+import time
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 
 class _Finder:
@@ -21,3 +23,17 @@ class _Finder:
 def interrupt_import(module: str, number: int = signal.SIGINT) -> None:
     """Send the signal when the module is about to be imported."""
     sys.meta_path.insert(0, _Finder(module, number))  # type: ignore[arg-type]
+
+
+def interrupt_import_beside(module: str, number: int, notes: str) -> None:
+    """Send the signal when the module is about to be imported, once there is a file of this pattern."""
+
+    class Finder:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            if name == module:
+                while not [*Path().glob(notes)]:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), number)
+            return None
+
+    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from zinfer.serve.app import make_app
 from zinfer.serve.disconnect import event_stream
 from zinfer.serve.errors import ClientGone
 from zinfer.serve.replica import Replica
+from zinfer.serve.replica_process import ReplicaProcess
 from zinfer.serve.service import Service, ServiceLimits
 
 ORIGIN = "http://o.example"
@@ -20,7 +21,7 @@ ORIGIN = "http://o.example"
 
 def app_in(folder: Path, *, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> FastAPI:
     """An application with files and batches, whose replica is never started."""
-    service = Service([Replica(0, ["false"], folder)], None, ["model"], ServiceLimits())
+    service = Service([Replica(0, ReplicaProcess(["false"], folder / "socket"))], None, ["model"], ServiceLimits())
     return make_app(service, keys=keys, origins=origins, folder=folder / "kept")
 
 

@@ -19,12 +19,15 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import openai
+import psutil
 import pytest
 from commands import start
+from interrupted_import import interrupt_import_beside
 from jobs_support import letters_model
 from serve_support import Server, serving
 
 from zinfer.serve import replica
+from zinfer.serve.replica_process import ReplicaProcess
 
 LONG: dict[str, Any] = {"model": "letters", "prompt": "ab", "max_tokens": 120, "temperature": 0}
 LONG |= {"extra_body": {"ignore_eos": True}}
@@ -134,7 +137,7 @@ def test_a_replica_that_waits_to_be_started_again_can_be_closed(
         monkeypatch.setattr(replica, name, 3600)
 
     async def close_in_a_pause() -> None:
-        each = replica.Replica(0, ["false"], tmp_path)
+        each = replica.Replica(0, ReplicaProcess(["false"], tmp_path / "socket"))
         was_ready = asyncio.get_running_loop().create_future()
         was_ready.set_result(None)
         each._running = asyncio.create_task(each._run(was_ready))
@@ -260,6 +263,39 @@ def test_two_ranks_share_a_replica_behind_tls(model: Path, tmp_path: Path) -> No
         url = server.url.replace("127.0.0.1", "localhost")
         answer = trusted.post(f"{url}/v1/completions", json={"prompt": "abc", "temperature": 0, "max_tokens": 5})
         assert answer.json()["usage"]["completion_tokens"] == 5
+
+
+NOTING = """
+import os, sys
+if "replica" in sys.orig_argv:
+    open(f"replica-{os.getpid()}", "w").close()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_replicas_start_before_the_server_imports_torch_and_end_with_it(
+    model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOTING)
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    prepare = (interrupt_import_beside, ("torch", int(number), "replica-*"))
+    words = ["serve", "--model", str(model), "--device", "cpu", "--port", "0"]
+    process = start(words, tmp_path, warm=False, prepare=prepare, variables=variables)
+    _, said = process.communicate(timeout=120)  # which the replica would write to
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert said.count("\n") == (number != signal.SIGKILL), "a replica says nothing"
+    [note] = tmp_path.glob("replica-*")
+    deadline = time.monotonic() + 60
+    while lives(int(note.name.partition("-")[2])):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def lives(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize(

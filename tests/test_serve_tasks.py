@@ -15,6 +15,7 @@ from zinfer.jobs.request import Pooling
 from zinfer.serve.embedding_engine import EmbeddingEngine
 from zinfer.serve.messages import Embed, Embedded
 from zinfer.serve.replica import Replica
+from zinfer.serve.replica_process import ReplicaProcess
 from zinfer.serve.tasks import beside, lasting
 
 __all__ = ["encoder"]  # fixture
@@ -90,7 +91,7 @@ def test_embeddings_that_cannot_be_sent_end_the_process(encoder: Path) -> None:
 
 def test_a_replica_that_sends_garbage_has_failed(tmp_path: Path) -> None:
     async def start() -> None:
-        replica = Replica(0, [sys.executable, "-c", GARBAGE], tmp_path)
+        replica = Replica(0, ReplicaProcess([sys.executable, "-c", GARBAGE], tmp_path / "socket"))
         await asyncio.wait_for(replica.start(), END_S)
 
     with pytest.raises(JobError, match="replica 0 failed: ValidationError"):
@@ -99,7 +100,8 @@ def test_a_replica_that_sends_garbage_has_failed(tmp_path: Path) -> None:
 
 def test_no_process_outlives_its_replica(tmp_path: Path) -> None:
     async def start() -> None:
-        await Replica(0, [sys.executable, "-c", FAMILY, str(tmp_path / "child")], tmp_path).start()
+        command = [sys.executable, "-c", FAMILY, str(tmp_path / "child")]
+        await Replica(0, ReplicaProcess(command, tmp_path / "socket")).start()
 
     with pytest.raises(JobError, match="replica 0 ended with exit code 0"):
         asyncio.run(start())
@@ -110,7 +112,7 @@ def test_a_replica_that_answers_nothing_is_started_again_after_longer_pauses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def start() -> None:
-        replica = Replica(0, [sys.executable, "-c", UNABLE], tmp_path)
+        replica = Replica(0, ReplicaProcess([sys.executable, "-c", UNABLE], tmp_path / "socket"))
         await replica.start()
         async with asyncio.timeout(END_S):
             while "it is started again in 2 s" not in caplog.text:

@@ -162,12 +162,15 @@ def _end_now(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def importing(clean_up: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Signals end the process at once. Use for imports that take seconds, before any work begins.
 
     An exception raised inside an import may be swallowed, or leave a partial module that cannot be loaded again.
     Nothing that is imported is garbage: to look for it again and again would take an eighth of the time, and stop the
     command for a third of a second whenever all objects are looked through later.
+
+    Args:
+        clean_up: called before a signal ends the process.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
@@ -175,6 +178,7 @@ def importing() -> Iterator[None]:
         if LAUNCHER not in os.environ:
             with suppress(OSError):
                 os.write(2, said.encode())
+        clean_up()
         os._exit(Interrupted(number).exit_code)
 
     collects, num_modules = gc.isenabled(), len(sys.modules)

@@ -1,6 +1,7 @@
 """`zinfer serve`: a server with OpenAI's interface; and the hidden command that its replicas run."""
 
 import sys
+from contextlib import ExitStack
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ from zinfer.cli.options import (
 )
 from zinfer.errors import CheckpointError, ConfigError, SilentRankError
 from zinfer.jobs.request import Pooling
+from zinfer.serve.replica_process import started_replicas, wait_for_server
 
 _MIB = 1 << 20
 _EXTRA = ("fastapi", "httptools", "msgspec", "multipart", "prometheus_client", "uvicorn", "uvloop")
@@ -96,18 +98,14 @@ def serve(
 
     Exit codes: 0 ended by SIGTERM or Ctrl-C, 2 unusable settings, 1 error.
     """
-    with exit_on_error(), importing():
+    with exit_on_error(), raise_on_signals(), ExitStack() as owned:
         _check_extra()
         folder = model_folder(model)
         _check_draft(draft_model)
-        from zinfer.config import resolve_settings
-        from zinfer.requests.prompt_encoder import find_tokenizer
-        from zinfer.serve.server import ServerOptions
-        from zinfer.serve.server import serve as run_server
-        from zinfer.serve.service import ServiceLimits
-    with exit_on_error(), raise_on_signals():
         if (ssl_certfile is None) != (ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both")
+        if not all(map(str.strip, api_key or ())):
+            raise ConfigError("--api-key is empty, and would let everybody in; give a key, or leave it out")
         stated = _stated(max_token_latency, speculate, draft_model)
         if task is ServedTask.EMBED:
             given = {"ranks": ranks, "files": files, "generation_config": generation_config, **stated}
@@ -115,21 +113,24 @@ def serve(
                 raise ConfigError(f"--{unwanted[0]} is for servers that generate; leave it out beside --task embed")
         elif pooling is not Pooling.AUTO:
             raise ConfigError(f"--pooling {pooling} is for --task embed; leave it out, or add --task embed")
+        words = [sys.executable, "-m", "zinfer", "replica", "--model", str(folder), "--device", device]
+        words += ["--task", task, "--pooling", pooling]
+        if ranks is None and replicas > 1:  # each would take all GPUs
+            ranks = 1
+        words += option_words(config=config, ranks=ranks, weights=weights, kv_cache=kv_cache)
+        words += option_words(max_device_memory=max_device_memory, generation_config=generation_config)
+        words += [word for key, value in stated.items() for word in (f"--{key.replace('_', '-')}", value)]
+        processes = owned.enter_context(started_replicas(words, replicas))
+        with importing(owned.close):
+            from zinfer.config import resolve_settings
+            from zinfer.requests.prompt_encoder import find_tokenizer
+            from zinfer.serve.server import ServerOptions
+            from zinfer.serve.server import serve as run_server
+            from zinfer.serve.service import ServiceLimits
         keys = stated_keys(weights, kv_cache, max_device_memory, generation_config)
         resolve_settings(config, {"device": device, **stated, **keys}, swaps=True, options=STATED_BY)
         if log_requests:
             _log_requests()
-        words = [sys.executable, "-m", "zinfer", "replica", "--model", str(folder), "--device", device]
-        words += ["--task", task, "--pooling", pooling]
-        words += [] if config is None else ["--config", str(config)]
-        if ranks is None and replicas > 1:  # each would take all GPUs
-            ranks = 1
-        words += [] if ranks is None else ["--ranks", str(ranks)]
-        words += option_words(weights=weights, kv_cache=kv_cache, max_device_memory=max_device_memory)
-        words += option_words(generation_config=generation_config)
-        words += [word for key, value in stated.items() for word in (f"--{key.replace('_', '-')}", value)]
-        if not all(map(str.strip, api_key or ())):
-            raise ConfigError("--api-key is empty, and would let everybody in; give a key, or leave it out")
         options = ServerOptions(
             served_model_name or [_name(model)],
             host,
@@ -148,7 +149,7 @@ def serve(
             file_quota << 30,
         )
         limits = ServiceLimits(max_requests, is_shared=len(api_key or ()) > 1)
-        run_server([words] * replicas, find_tokenizer(folder), options, limits, say)
+        run_server(processes, find_tokenizer(folder), options, limits, say)
 
 
 def replica(
@@ -175,20 +176,17 @@ def replica(
 
             begin_rank(ranks)
             from zinfer.config import resolve_settings
+            from zinfer.serve.engine_process import compute, embed
 
+            if not wait_for_server(socket):
+                raise typer.Exit(EXIT_STOPPED)
         stated = _stated(max_token_latency, speculate, draft_model)
         keys = {"device": device, **stated_keys(weights, kv_cache, max_device_memory, generation_config)}
         settings = resolve_settings(config, {**keys, **stated}, swaps=True, options=STATED_BY)
         if task is ServedTask.EMBED:
-            with importing():
-                from zinfer.serve.engine_process import embed
-
             embed(str(socket), model, config, keys, pooling)
             return
         num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
-        with importing():
-            from zinfer.serve.engine_process import compute
-
         if num_ranks > 1:
             launch(num_ranks, lambda: "Finished requests were answered")
 

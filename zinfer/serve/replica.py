@@ -3,14 +3,10 @@
 import asyncio
 import itertools
 import logging
-import os
 import signal
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
-
-import psutil
 
 from zinfer.errors import ConfigError, JobError
 from zinfer.requests.completion import CompletionDelta
@@ -34,6 +30,7 @@ from zinfer.serve.messages import (
     Submit,
     Unusable,
 )
+from zinfer.serve.replica_process import ReplicaProcess
 from zinfer.serve.tasks import beside
 
 _CLOSE_S: Final = 30.0
@@ -44,8 +41,6 @@ _MOST_SILENT_S: Final = 60
 copies, however long a pass takes, and waits for nothing but the interpreter's lock."""
 _MOST_SILENT_LOADING_S: Final = 600
 """Of one that loads: to pin the memory of a large model may take minutes, in one call that keeps the lock."""
-_REPLICA: Final = "ZINFER_REPLICA"
-"""Names the replica in the environment of its processes: ranks have sessions of their own, and outlive their parent."""
 log = logging.getLogger("zinfer.serve")
 
 
@@ -54,8 +49,7 @@ class Replica:
 
     Args:
         index: of this replica, from 0.
-        command: words that start the process; ``--socket PATH`` is added.
-        folder: for the socket; private to this user.
+        process: perhaps started already.
 
     Attributes:
         ready: what the model takes; None while the process starts.
@@ -66,21 +60,19 @@ class Replica:
         num_under_way: sequences of requests under way; ``num_background`` of them give way to others.
     """
 
-    def __init__(self, index: int, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, index: int, process: ReplicaProcess) -> None:
         self.index = index
         self.ready: Ready | None = None
         self.load: Load | None = None
         self.num_restarts = 0
         self.outstanding = self.num_under_way = self.num_background = 0
         self.prefixes = KnownPrefixes(0)
-        self._command = command
-        self._path = folder / f"replica-{index}.sock"
+        self._process = process
         self._numbers = itertools.count()
         self._named: dict[int, object] = {}  # requests under way, as their callers name them
         self._inboxes: dict[int, Inbox] = {}
         self._vectors: dict[int, asyncio.Future[bytes]] = {}
         self._connection: Connection | None = None
-        self._process: asyncio.subprocess.Process | None = None
         self._running: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._was_ready = self._has_answered = False
@@ -183,10 +175,8 @@ class Replica:
         if self._connection is not None:
             self._connection.send(Close())
         if self._running is not None:
-            process = self._process
-            if self._connection is None and process is not None:  # it loads
-                with suppress(ProcessLookupError):
-                    process.terminate()
+            if self._connection is None:  # it loads
+                self._process.send_signal(signal.SIGTERM)
             await asyncio.wait((self._running,), timeout=_CLOSE_S)
             self._running.cancel()
             with suppress(asyncio.CancelledError):
@@ -226,42 +216,34 @@ class Replica:
                 arrived.set_result(connection)
 
         self._was_ready = self._has_answered = False
-        self._path.unlink(missing_ok=True)
-        async with await asyncio.start_unix_server(accept, self._path):
-            process = self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                "--socket",
-                str(self._path),
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                env={**os.environ, _REPLICA: str(self._path)},
-            )
+        process = self._process
+        process.socket.unlink(missing_ok=True)
+        async with await asyncio.start_unix_server(accept, process.socket):
+            process.start()
+            ending = asyncio.create_task(process.wait())
             try:
-                ending = asyncio.create_task(process.wait())
                 await asyncio.wait((arrived, ending), return_when=asyncio.FIRST_COMPLETED)
                 told: Exception | None = None
                 if arrived.done():
                     self._connection = arrived.result()
-                    told = await self._read_watched(self._connection, process, first)
+                    told = await self._read_watched(self._connection, first)
                     self._connection = self.ready = None
                 await asyncio.wait((ending,), timeout=_CLOSE_S)
-                return told or JobError(f"replica {self.index} {_how_ended(process.returncode)}")
+                exit_code = ending.result() if ending.done() else None
+                return told or JobError(f"replica {self.index} {_how_ended(exit_code)}")
             finally:
                 self._connection = self.ready = self.load = None
-                with suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-                await asyncio.to_thread(_kill_all, str(self._path))
+                process.send_signal(signal.SIGKILL)
+                await ending
+                await asyncio.to_thread(process.kill)
 
-    async def _read_watched(
-        self, connection: Connection, process: asyncio.subprocess.Process, first: "asyncio.Future[None]"
-    ) -> Exception | None:
+    async def _read_watched(self, connection: Connection, first: "asyncio.Future[None]") -> Exception | None:
         hung: list[JobError] = []
-        async with beside(self._kill_if_silent(process, hung)):
+        async with beside(self._kill_if_silent(hung)):
             told = await self._read(connection, first)
         return hung[0] if hung else told
 
-    async def _kill_if_silent(self, process: asyncio.subprocess.Process, hung: list[JobError]) -> None:
+    async def _kill_if_silent(self, hung: list[JobError]) -> None:
         """Kill the process, and fail its requests, once nothing has come from it for long; ``hung`` gets the error.
 
         Seconds in which this process was held up too do not count.
@@ -274,8 +256,7 @@ class Replica:
         hung.append(JobError(f"replica {self.index} has said nothing for {num_silent} s and was killed"))
         self.ready = None
         self._lose(str(hung[0]), [*self._named])
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        self._process.send_signal(signal.SIGKILL)
 
     async def _read(self, connection: Connection, first: "asyncio.Future[None]") -> Exception | None:
         """Hand messages to their requests until the connection ends; returns the error that the process told."""
@@ -323,17 +304,6 @@ class Replica:
         lost = Lost(reason, [self._named[number] for number in numbers if number in self._named], *remedy)
         for number in numbers:
             self._fail(number, lost)
-
-
-def _kill_all(replica: str) -> None:
-    """Kill all processes of a replica that are left, which may hold a GPU's memory, and wait until they are gone."""
-    killed = []
-    for each in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is another user's
-            if each.environ().get(_REPLICA) == replica:
-                each.kill()
-                killed.append(each)
-    psutil.wait_procs(killed, _CLOSE_S)
 
 
 def _how_ended(exit_code: int | None) -> str:

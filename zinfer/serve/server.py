@@ -16,11 +16,11 @@ import uvicorn
 import uvloop
 
 from zinfer.errors import ConfigError
-from zinfer.nvme.temporary_folder import temporary_folder
 from zinfer.serve import files_folder
 from zinfer.serve.app import FILE_QUOTA_BYTES, MOST_BODY_BYTES, MOST_FILE_BYTES, make_app
 from zinfer.serve.http_protocol import bounded_protocol
 from zinfer.serve.replica import Replica
+from zinfer.serve.replica_process import ReplicaProcess
 from zinfer.serve.service import Service, ServiceLimits
 from zinfer.serve.service_manager import ServiceManager
 from zinfer.serve.tasks import beside
@@ -100,7 +100,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    commands: Sequence[Sequence[str]],
+    processes: Sequence[ReplicaProcess],
     tokenizer: Any,
     options: ServerOptions,
     limits: ServiceLimits,
@@ -111,7 +111,7 @@ def serve(
     The address is taken before the model is loaded, and connections wait until it is.
 
     Args:
-        commands: one for each replica, as for `Replica`.
+        processes: one for each replica, perhaps started already.
         say: told where the server listens, once it does.
 
     Raises:
@@ -120,8 +120,8 @@ def serve(
     """
     _raise_file_limit()
     own = nullcontext() if options.folder is None else files_folder.locked(options.folder)
-    with own, temporary_folder("serve") as folder:
-        replicas = [Replica(index, command, folder) for index, command in enumerate(commands)]
+    with own:
+        replicas = [Replica(index, process) for index, process in enumerate(processes)]
         # asyncio's own loop leaves Nagle's algorithm on here: a body waits 40 ms for its head's acknowledgement.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(Service(replicas, tokenizer, options.names, limits), options, say))
