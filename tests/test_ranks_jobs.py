@@ -332,6 +332,35 @@ def test_the_launcher_names_a_killed_rank(folder: Path, rank: int) -> None:
     assert not any(each.is_running() for each in ranks.values())
 
 
+PREPARES = """
+import time
+from pathlib import Path
+from zinfer.jobs import job_run, peer_worker
+
+scan, find = job_run.scan_input, peer_worker.find_tokenizer
+
+def scan_once_prepared(*given, **named):
+    deadline = time.monotonic() + 60
+    while not Path("prepared").exists():
+        assert time.monotonic() < deadline, "rank 1 waits for rank 0"
+        time.sleep(0.01)
+    return scan(*given, **named)
+
+def find_and_note(folder):
+    Path("prepared").touch()
+    return find(folder)
+
+job_run.scan_input, peer_worker.find_tokenizer = scan_once_prepared, find_and_note
+"""
+
+
+def test_ranks_build_the_model_and_its_tokenizer_while_rank_0_plans(folder: Path) -> None:
+    job = Job(folder, "prepared.jsonl", "--batch-size", "4", "--ranks", "2")
+    [(code, _, said)] = ended([start(job.words, folder, warm=True, variables=run_in_ranks(folder, PREPARES))])
+    (folder / "sitecustomize.py").unlink()
+    assert code == 3, said
+
+
 def test_a_wrong_number_of_ranks_is_refused(folder: Path) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     words = Job(folder, "wrong.jsonl", "--ranks", "3").words

@@ -5,6 +5,7 @@ Of ranks that make the same passes only the first asks for batches and answers; 
 
 import queue
 import threading
+from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -132,11 +133,12 @@ class PeerWorker:
     def _serve(self) -> JobSummary:
         checkpoint, fingerprint = open_for_rank(self._request.model, self._group.rank)
         self._send(Hello(fingerprint, software()))
+        prepared = self._prepared(checkpoint)
         completer: Completer | None = None
         while True:
             match self._next():
                 case Open() as message:
-                    completer = self._load(checkpoint, message)
+                    completer = self._load(prepared.result(), message)
                     self._send(Ready(completer.sizes, completer.num_pages))
                     start_thread("zinfer-news", partial(self._count, completer), self._fail)
                 case Begin():
@@ -156,14 +158,22 @@ class PeerWorker:
                 case message:
                     raise AssertionError(f"rank 0 sent {message!r}")
 
-    def _load(self, checkpoint: Checkpoint, message: Open) -> Completer:
-        settings = self._settings
-        model = build_meta_model(checkpoint, settings.dtype)
-        limits = read_limits(model, settings.max_out_tokens, generates=self._request.generates)
-        tokenizer = find_tokenizer(checkpoint.folder)
-        self._mode = ExecutionMode(self._request, settings, model, tokenizer, limits, None, Meter())
-        self._mode.sums = self._sums = None if message.sums is None else new_sums(message.sums)
-        return self._mode.load(message.prompts, message.sizes, message.parallel)
+    def _prepared(self, checkpoint: Checkpoint) -> "Future[ExecutionMode]":
+        """Make ready to load while rank 0 plans; what fails on this rank alone is raised by the result."""
+        settings, found = self._settings, Future[ExecutionMode]()
+        try:
+            model = build_meta_model(checkpoint, settings.dtype)
+            limits = read_limits(model, settings.max_out_tokens, generates=self._request.generates)
+            tokenizer = find_tokenizer(checkpoint.folder)
+            found.set_result(ExecutionMode(self._request, settings, model, tokenizer, limits, None, Meter()))
+        except Exception as failure:  # rank 0, which says it better, comes to the same
+            found.set_exception(failure)
+        return found
+
+    def _load(self, mode: ExecutionMode, message: Open) -> Completer:
+        self._mode = mode
+        mode.sums = self._sums = None if message.sums is None else new_sums(message.sums)
+        return mode.load(message.prompts, message.sizes, message.parallel)
 
     def _compute(self, completer: Completer, work: Work) -> None:
         prompts = work.prompts
