@@ -383,6 +383,24 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         choose_num_ranks(10**10, "cpu")
 
 
+def test_gpus_that_cannot_be_counted_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zinfer.cli.launch import choose_num_ranks
+    from zinfer.errors import RankError
+
+    def fail() -> int:
+        raise RuntimeError("no driver")
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for count, why in (
+        (fail, "RuntimeError: no driver"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "exit code -9"),
+    ):
+        monkeypatch.setattr("torch.cuda.device_count", count)
+        with pytest.raises(RankError, match=rf"torch could not count the GPUs \({why}\); try `nvidia-smi`"):
+            choose_num_ranks(2, "auto")
+    assert choose_num_ranks(2, "cpu") == 2
+
+
 @pytest.mark.parametrize(
     ("parallel", "device", "most", "wanted"),
     [

@@ -90,16 +90,19 @@ def _count_gpus() -> int:
     child = os.fork()
     if child == 0:
         try:
-            os.write(child_result, str(torch.cuda.device_count()).encode())
-        finally:
-            os._exit(0)
+            found = str(torch.cuda.device_count())
+        except BaseException as error:
+            found = f"{type(error).__name__}: {error}"
+        os.write(child_result, found.encode())
+        os._exit(0)
     os.close(child_result)
     with open(result) as counted:
-        text = counted.read()
-    os.waitpid(child, 0)
-    if not text:
-        raise RankError("torch could not count the GPUs; state --ranks 1, or --device cpu")
-    return int(text)
+        found = counted.read()
+    _, status = os.waitpid(child, 0)
+    if not found.isdecimal():
+        why = found or f"exit code {os.waitstatus_to_exitcode(status)}"
+        raise RankError(f"torch could not count the GPUs ({why}); try `nvidia-smi`, or use --device cpu")
+    return int(found)
 
 
 def _most_ranks(num_gpus: int, parallel: "Parallel") -> int:
