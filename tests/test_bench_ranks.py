@@ -57,9 +57,10 @@ def test_each_rank_makes_and_keeps_its_half(tmp_path: Path) -> None:
         assert together.num_new_tokens == whole.num_new_tokens == 4 * ROWS
         assert [each.num_rows for each in together.ranks] == [3, 3]
         assert together.tokens_per_s == together.num_new_tokens / max(each.seconds for each in together.ranks)
+        assert [each.file_bytes for each in together.ranks] == [whole.file_bytes, 0], "the second reads the first's"
+        assert len({each.file for each in together.ranks}) == 1
         for each in together.ranks:
             slack = 4096 * (layers + 3)
-            assert each.file_bytes == whole.file_bytes
             assert abs(each.stats.loaded_bytes - whole.stats.loaded_bytes / 2) <= slack
             assert each.stats.streamed_bytes_per_pass == whole.stats.streamed_bytes_per_pass / 2
             assert each.stats.disk_bytes_per_pass == whole.stats.disk_bytes_per_pass / 2

@@ -1,14 +1,16 @@
 """Random weights for a model of which only config.json exists, to measure how fast it would run.
 
 All blocks are read from one file of random numbers, one after the other and from its beginning again, so that homes
-of a terabyte are filled and streamed through the real pipeline with little disk. Homes are filled from the page cache;
-after `RandomWeights.leave_cache` the file is read with direct I/O like any checkpoint, at full traffic.
+of a terabyte are filled and streamed through the real pipeline with little disk. Ranks of a host share the file, as
+they share a checkpoint. Homes are filled from the page cache while the file goes to the disk; after
+`RandomWeights.leave_cache` it is read with direct I/O like any checkpoint, at full traffic.
 """
 
 import errno
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -30,6 +32,7 @@ from zinfer.nvme.aligned import align_up
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.offload.block import Extent
 from zinfer.offload.partition import WHOLE, Partition
+from zinfer.ranks.group import RankGroup, all_values
 from zinfer.units import human_bytes
 
 FILE_NAME: Final = "random.bin"
@@ -46,22 +49,26 @@ class RandomWeights:
 
     Attributes:
         folder: where the file is written, and left.
+        file: the file that is read: the one in ``folder``, or that of another rank of this host.
         experts: how often a mixture's experts are chosen: "uniform", as random routers nearly do, or "zipf"
             (`zinfer.engine.routing`).
-        partition: of the slabs among ranks. Each writes a file of its own, of the same numbers.
+        partition: of the slabs among ranks.
+        group: the ranks, all of which prepare a model; None: there are no others.
         blocks: the blocks of the prepared model, in the model's order.
-        file_bytes: bytes written.
+        file_bytes: bytes written; 0 on a rank that reads the file of another.
     """
 
     folder: Path
     experts: str = "uniform"
     partition: Partition = WHOLE
+    group: RankGroup | None = None
+    file: Path = field(init=False)
     blocks: tuple[ModelBlock, ...] = field(default=(), init=False)
     file_bytes: int = field(default=0, init=False)
+    _on_disk: "Future[None] | None" = field(default=None, init=False)
 
-    @property
-    def file(self) -> Path:
-        return self.folder / FILE_NAME
+    def __post_init__(self) -> None:
+        self.file = self.folder / FILE_NAME
 
     def prepare(
         self,
@@ -78,26 +85,51 @@ class RandomWeights:
         Raises:
             CheckpointError, ConfigError: as `PreparedModel.of`.
             OSError: the file cannot be written; ENOSPC names the bytes that it needs.
+            RankError: another rank has ended.
         """
         assert checkpoint is not None, "random weights need the outline of a checkpoint"
         if self.experts == "zipf":
             skew_routers(module)
         prepared = RandomModel.of(module, checkpoint, settings, sharding, part)
-        if is_first := not self.blocks:
+        if not self.blocks:
             slab_sizes = [align_up(block.block.layout.nbytes, _ALIGNMENT_BYTES) for block in prepared.blocks]
-            num_bytes = max(max(slab_sizes), min(sum(slab_sizes), _USUAL_BYTES))
-        else:
-            num_bytes = self.file.stat().st_size
-        blocks = _aliased(prepared.blocks, self.file, num_bytes)
-        if is_first:
-            self.blocks = blocks
-            self.file_bytes = write_random(self.file, num_bytes, find_dtype(module), cached=True)
+            self._make_file(max(max(slab_sizes), min(sum(slab_sizes), _USUAL_BYTES)), find_dtype(module))
+        blocks = _aliased(prepared.blocks, self.file, self.file.stat().st_size)
+        self.blocks = self.blocks or blocks
         files = {self.file: FileIdentity.of(self.file)}
         return replace(prepared, checkpoint=replace(checkpoint, files=files), blocks=blocks)
 
+    def _make_file(self, num_bytes: int, dtype: torch.dtype) -> None:
+        """Write the file, or wait until the first rank of this host has: as large as any of them needs."""
+        if self.group is None:
+            self._write(num_bytes, dtype)
+            return
+        hosts, own = self.group.hosts, self.group.rank
+        asked = all_values(self.group, (num_bytes, str(self.file)))
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[own]]
+        self.file = Path(asked[here[0]][1])
+        if own == here[0]:
+            self._write(max(asked[rank][0] for rank in here), dtype)
+        all_values(self.group, None)
+
+    def _write(self, num_bytes: int, dtype: torch.dtype) -> None:
+        """Write the file into the page cache, and begin to write it to the disk."""
+        self.file_bytes = write_random(self.file, num_bytes, dtype)
+        with ThreadPoolExecutor(1, "zinfer-random") as flushing:
+            self._on_disk = flushing.submit(_flush, self.file)
+            flushing.shutdown(wait=False)
+
+    def wait_for_disk(self) -> None:
+        """Wait until what this rank has written is on the disk. Raises OSError if the disk failed, or is full."""
+        if self._on_disk is not None:
+            self._on_disk.result()
+
     def leave_cache(self) -> None:
-        """Let the system forget the file's pages, so that passes read them from the disk."""
-        _forget_pages(self.file)
+        """Let the system forget the file's pages, so that passes read them from the disk.
+
+        Called once all ranks have filled their homes, and the file is on the disk.
+        """
+        forget_pages(self.file)
 
 
 class RandomModel(PreparedModel):
@@ -135,8 +167,8 @@ def _aliased(blocks: Sequence[ModelBlock], file: Path, num_bytes: int) -> tuple[
     return tuple(found)
 
 
-def write_random(file: Path, num_bytes: int, dtype: torch.dtype, *, cached: bool = False) -> int:
-    """Write bytes that are finite numbers however a slab reads them, and flush them to the disk.
+def write_random(file: Path, num_bytes: int, dtype: torch.dtype) -> int:
+    """Write bytes that are finite numbers however a slab reads them, into the page cache.
 
     They are normal numbers of standard deviation 0.02 in ``dtype`` whose lower bytes are masked: read as INT8 or INT4
     codes, as FP8, or as scales in 16 or 32 bits they are neither infinite nor NaN. A byte depends on its place alone.
@@ -145,7 +177,6 @@ def write_random(file: Path, num_bytes: int, dtype: torch.dtype, *, cached: bool
         file: the new file, whose folder exists.
         num_bytes: its size, rounded up to 4,096.
         dtype: float32, float16 or bfloat16.
-        cached: whether its pages stay in the system's page cache.
 
     Returns:
         The bytes written.
@@ -162,19 +193,26 @@ def write_random(file: Path, num_bytes: int, dtype: torch.dtype, *, cached: bool
             str(file),
         )
     piece = random_bytes(min(_PIECE_BYTES, total), dtype)
-    with file.open("wb") as out:
+    twice = torch.cat([piece, piece]).numpy().data
+    with file.open("wb", buffering=0) as out:
         for number in range(-(-total // len(piece))):
             # Turned by whole words, so that no two pages of the file are equal and no drive stores them once.
-            out.write(piece.roll(number * 8 * 1021)[: total - number * len(piece)].numpy().data)
-        out.flush()
-        os.fsync(out.fileno())
-    if not cached:
-        _forget_pages(file)
+            begin = number * 8 * 1021 % len(piece)
+            left = twice[begin : begin + min(len(piece), total - number * len(piece))]
+            while left:
+                left = left[out.write(left) :]
     return total
 
 
-def _forget_pages(file: Path) -> None:
+def _flush(file: Path) -> None:
     with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+def forget_pages(file: Path) -> None:
+    """Write a file to the disk, and let the system forget its pages."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

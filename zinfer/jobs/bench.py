@@ -19,7 +19,7 @@ from zinfer.checkpoint.folder import CONFIG_NAME, absolute, hub_name
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import mute_key_report, say_without_effect
 from zinfer.display import shown
-from zinfer.engine.random_weights import RandomWeights, write_random
+from zinfer.engine.random_weights import RandomWeights, forget_pages, write_random
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
 from zinfer.jobs.bench_prompts import BenchPrompt, prompts_of, share_of
 from zinfer.jobs.bench_request import BenchRequest
@@ -83,7 +83,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
             check_room(checkpoint, folder)
         with held_beyond(request.memory_cap, settings) as held:
             meter.begin("loading")
-            weights, begin_s = RandomWeights(folder, request.experts, partition), time.perf_counter()
+            weights, begin_s = RandomWeights(folder, request.experts, partition, group), time.perf_counter()
             job = Job(len(every), *_lengths(prompts))
             sizes = _choose_sizes(folder, checkpoint, settings, job, meter, mesh, group)
             with _open(request, checkpoint, keys, sizes, weights) as llm:
@@ -91,6 +91,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
                 predicted = llm.predict(*_lengths(prompts))
                 if group is not None:
                     all_values(group, None)  # they share each other's passes; rates are measured before any
+                weights.leave_cache()
                 found = _measure(request, llm, weights, prompts, predicted, meter, start_s, held)
         if group is not None:
             found = BenchResult.together(all_values(group, found), mesh)
@@ -115,6 +116,7 @@ def _choose_sizes(
         num_hosts, sample = len(set(group.hosts)) if group else 1, scratch / "sample.bin"
         write_random(sample, _SAMPLE_BYTES, torch.float16)
         try:
+            forget_pages(sample)
             found = choose_sizes(checkpoint.folder, settings, job, meter.note, mesh, num_hosts, [sample])
         finally:
             sample.unlink()
@@ -184,7 +186,7 @@ def _open(
             f"--memory-cap {human_bytes(request.memory_cap)} (zinfer.max_device_memory): {error}"
         ) from error
     with llm:
-        weights.leave_cache()
+        weights.wait_for_disk()
         yield llm
         rehearsal.note_passes()
 
