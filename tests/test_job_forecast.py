@@ -18,6 +18,7 @@ from zinfer.jobs.row_sample import RowSample
 from zinfer.jobs.rows import BadRow, Row, RowState
 from zinfer.jobs.summary import JobSummary
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.units import duration
 
 BATCH_SIZE = 10
 
@@ -173,9 +174,12 @@ def test_a_job_says_what_all_its_rows_take(tmp_path: Path, monkeypatch: pytest.M
     assert forecast.num_rows == 40
     [line] = [note for note in summary.notes if note.startswith("predicted: ")]
     assert " for 40 rows, " in line
+    assert duration(summary.predicted_s) in line, "the summary repeats it"
+    assert summary.predicted_s == pytest.approx(forecast.seconds(40))
+    assert round(summary.predicted_passes) == round(forecast.passes(40))
     assert forecast.passes(40) - forecast.passes(30) > 5 * forecast.passes(10)
     assert summary.predicted_tokens_per_s == pytest.approx(forecast.tokens_per_s)
-    assert forecast.seconds(40) == pytest.approx(summary.predicted_s, rel=0.05), "as of the passes that were computed"
+    assert forecast.seconds(40) == pytest.approx(summary.passes_predicted_s, rel=0.05), "as of those computed"
     output = tmp_path / "out.jsonl"
     output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:25]))
     _, [again, _] = job_of(tmp_path, monkeypatch)

@@ -123,9 +123,9 @@ def test_a_factor_is_said_of_long_jobs_alone() -> None:
         Console(file=stream, width=100).print(summary_table(summary))
         return stream.getvalue()
 
-    assert "2 s for passes that took 59.5 s" in told(59.46)
+    assert "2 s for passes; they took 59.5 s" in told(59.46)
     assert " x" not in told(59.46)
-    assert "2 s for passes that took 1 min 30 s (45.00 x as long)" in told(90.0)
+    assert "2 s for passes; they took 1 min 30 s (45.00 x as long)" in told(90.0)
 
 
 def said(summary: JobSummary) -> dict[str, str]:
@@ -150,13 +150,14 @@ def test_the_table_says_what_was_done_how_fast_and_what_bounded_it() -> None:
         span_s=20.0,
     )
     summary = JobSummary(9, 7, 2, 4, 50, 60, 75.0, 30.0, 20.0, 25.0, stats, (), "out/rows.jsonl", {"malformed": 2})
+    summary = replace(summary, predicted_passes=9.0)
     assert said(summary) == {
         "rows": "7 done, 2 failed: 2 x malformed; 4 rows before this run",
         "tokens": "50 in, 60 out",
         "output": "out/rows.jsonl",
         "speed": "2.0 tokens/s",
         "time": "1 min 15 s, 30 s after loading",
-        "prediction": "20 s for passes that took 25 s",
+        "predicted": "20 s for 9 passes; they took 25 s for 7",
         "passes": "7",
         "limited by": "PCIe: compute waited 1.25 s for the disk, 4.5 s for PCIe",
         "used": "99.5% of PCIe",
@@ -182,8 +183,24 @@ def test_the_table_has_no_row_of_nothing() -> None:
         "limited by": "compute",
         "weights": "1 block in memory",
     }
-    launched = replace(summary, predicted_s=0.5, launching_s=0.4)
+    launched = replace(summary, passes_predicted_s=0.5, launching_s=0.4)
     assert said(launched)["limited by"] == "Python (launching)"
+
+
+def test_a_run_without_a_gpu_has_no_words_of_one() -> None:
+    stats = RunStats(
+        blocks_by_home={"DEVICE": 1, "HOST": 2},
+        passes=1,
+        stall_s={"disk": 0.0, "host": 0.0, "link": 4.5, "compute": 0.0},
+        link_share=0.5,
+        bytes_to_device=8_000,
+        span_s=5.0,
+    )
+    summary = JobSummary(1, 1, 0, 0, 5, 1, 1.0, 0.5, 0.0, 0.5, stats, (), device="cpu")
+    rows = said(summary)
+    assert rows["limited by"] == "host memory: compute waited 4.5 s for host memory"
+    assert rows["used"] == "50.0% of host memory"
+    assert not [value for value in rows.values() if "PCIe" in value or "GPU" in value]
 
 
 def test_bytes_are_said_in_decimal_units() -> None:

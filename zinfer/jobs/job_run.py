@@ -44,7 +44,7 @@ from zinfer.planning.job_sizes import Sizes, choose_sizes, plans_sizes
 from zinfer.ranks.mesh import ALONE, Mesh
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tokenizer
 from zinfer.store.saved_parts import open_for_rank
-from zinfer.units import name_values
+from zinfer.units import duration, name_values
 
 
 class JobRun:
@@ -296,11 +296,15 @@ class JobRun:
         if self._sample is not None and RowState.MISSING in rest:
             forecasts.append(forecast_job(completer, self._sample, rest, mode.batch_size, mode.num_shares))
         text = "; then ".join(each.text for each in forecasts)
-        self._meter.forecast = JobForecast(text, tuple(part for each in forecasts for part in each.stretches))
+        whole = JobForecast(text, tuple(part for each in forecasts for part in each.stretches))
+        if len(forecasts) > 1 and (seconds := whole.seconds(whole.num_rows)):
+            text = f"{duration(seconds)} in all: {text}"
+        self._meter.forecast = replace(whole, text=text)
         self._meter.note(f"predicted: {text}")
 
     def _summary(self, records: Records) -> JobSummary:
         meter, completer = self._meter, self._mode.completer
+        forecast = meter.forecast
         return JobSummary(
             num_rows=meter.num_rows,
             num_done=records.states.count(RowState.DONE),
@@ -310,7 +314,9 @@ class JobRun:
             num_output_tokens=records.num_output_tokens,
             wall_s=time.monotonic() - meter.started_s,
             running_s=meter.running_s,
-            predicted_s=0.0 if completer is None else completer.predicted_s,
+            predicted_s=forecast.seconds(forecast.num_rows),
+            predicted_passes=forecast.passes(forecast.num_rows),
+            passes_predicted_s=0.0 if completer is None else completer.predicted_s,
             launching_s=0.0 if completer is None else completer.launching_s,
             computing_s=self._mode.computing_s,
             stats=None if completer is None else completer.stats(),

@@ -23,6 +23,7 @@ from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.token_rows import padded
 from zinfer.model.context_length import is_encoder_decoder
 from zinfer.model.padding import RowSharing, reset_rotary
+from zinfer.planning.step_time import speed
 from zinfer.requests.completion import Completion, choose_seed, not_finite
 from zinfer.requests.generation_config import NO_DEFAULTS, NO_RULES, GenerationDefaults, TokenRules
 from zinfer.requests.logprobs import Logprobs
@@ -80,14 +81,12 @@ class PaddedCompleter(Completer):
             several = [self._engine.predict(**shape) for shape in shapes]
         except PlanError as error:
             return Forecast(f"nothing: {error}", num_passes=num_passes)
-        if len(several) == 1:
-            [predicted] = several
-            text = f"{predicted} (rates: {predicted.origin})"
-            return Forecast(text, predicted.tokens_per_s, predicted.seconds, num_passes)
         seconds = sum(each.seconds for each in several)
         num_new = sum(shape["batch_size"] * shape["new_tokens"] for shape in shapes)
-        text = f"{duration(seconds)} for {len(several)} groups of rows (rates: {several[0].origin})"
-        return Forecast(text, num_new / seconds, seconds, num_passes)
+        groups = f" over {len(several)} groups of rows" if len(several) > 1 else ""
+        bound = max(several, key=lambda each: each.seconds).decode.bottleneck
+        text = f"{duration(seconds)} for {num_passes:,} passes{groups} ({bound}), {speed(num_new / seconds)}"
+        return Forecast(f"{text}; rates {several[0].origin}", num_new / seconds, seconds, num_passes)
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]

@@ -15,7 +15,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from zinfer.jobs.progress import Load
-from zinfer.jobs.summary import CAUSES, JobSummary, summary_rows
+from zinfer.jobs.summary import JobSummary, causes, summary_rows
 from zinfer.nvme.pool import start_thread
 from zinfer.nvme.whole_file import replace_file
 from zinfer.offload.stats import RunStats
@@ -190,9 +190,10 @@ def _panels(moments: Sequence[Moment], summary: JobSummary) -> list[Panel]:
     ]
     made = "generated" if summary.num_output_tokens else "encoded"
     speed = {made: rates(lambda moment: moment.load.num_new_tokens)}
+    words = causes(summary.device)
     waits = {
         f"for {what}": rates(lambda moment, cause=cause: moment.stats.stall_s.get(cause))  # type: ignore[misc]
-        for cause, what in CAUSES.items()
+        for cause, what in words.items()
         if cause in last.stall_s
     }
     panels = [
@@ -201,7 +202,7 @@ def _panels(moments: Sequence[Moment], summary: JobSummary) -> list[Panel]:
         Panel(
             "Use of the measured rates",
             "share",
-            {"PCIe": busy_s("link_share"), "disk": busy_s("disk_share")},
+            {words["link"]: busy_s("link_share"), "disk": busy_s("disk_share")},
             is_share=True,
         ),
         Panel("Compute waited", "share of time", waits, is_share=True),

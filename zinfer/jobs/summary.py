@@ -16,7 +16,12 @@ _LEAST_SHARE: Final = 0.0005
 _DEVICES: Final = {"cuda": "on the GPU", "cpu": "in memory"}
 _PHASES: Final = {"checking": "starting", "loading": "reading"}
 _LEAST_SAID_S: Final = 0.05
-CAUSES: Final = {"disk": "the disk", "host": "copies in host memory", "link": "PCIe"}
+
+
+def causes(device: str) -> dict[str, str]:
+    """Return what compute waits for, by the names of `RunStats.stall_s`. ``device`` is "cuda" or "cpu"."""
+    link = "PCIe" if device == "cuda" else "host memory"
+    return {"disk": "the disk", "host": "copies in host memory", "link": link}
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,10 @@ class JobSummary:
         num_skipped: rows that were in the output before this run.
         num_prompt_tokens, num_output_tokens: tokens of the rows that this run wrote.
         running_s: seconds from the first batch to the last row; computing_s of them in passes.
-        predicted_s: predicted seconds for those passes; ``launching_s`` of them Python takes longest, which launches.
+        predicted_s, predicted_passes: seconds and number of passes that were predicted before the first one, which is
+            what the run shows at its beginning; 0: unknown.
+        passes_predicted_s: predicted seconds of the passes that were computed: fewer than predicted where texts end
+            early. ``launching_s`` of them Python takes longest, which launches.
         stats: None if this run computed nothing.
         notes: notices shown during the run, for example of a dropped torn line.
         failures: number of rows that failed in this run, by reason.
@@ -61,6 +69,8 @@ class JobSummary:
     num_in_step: int = 1
     input_errors: Mapping[str, float] = field(default_factory=dict)
     phase_s: Mapping[str, float] = field(default_factory=dict)
+    predicted_passes: float = 0.0
+    passes_predicted_s: float = 0.0
     launching_s: float = 0.0
 
     @property
@@ -126,8 +136,8 @@ def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
     speed = {
         "speed": tokens and f"{summary.tokens_per_s:,.1f} tokens/s",
         "time": f"{duration(summary.wall_s)}{running}",
-        "where it went": _phases(summary.phase_s),
-        "prediction": _prediction(summary),
+        "where it went": phases_line(summary.phase_s),
+        "predicted": _predicted(summary),
         "passes": _passes(summary),
     }
     bound = _bound_rows(summary.stats, summary) if summary.stats else {}
@@ -151,7 +161,7 @@ def _places(stats: RunStats, device: str) -> str:
     return blocks.replace(" ", " block " if blocks.startswith("1 ") else " blocks ", 1)
 
 
-def _phases(phase_s: Mapping[str, float]) -> str:
+def phases_line(phase_s: Mapping[str, float]) -> str:
     """Return ``starting 7.1 s, planning 1.0 s, reading 5.2 s``, without phases of less than a twentieth."""
     said: dict[str, float] = {}
     for phase, seconds in phase_s.items():
@@ -180,23 +190,27 @@ def _passes(summary: JobSummary) -> str:
     return passes + (f"; {left_out:,} with written rows alone were left out" if left_out else "")
 
 
-def _prediction(summary: JobSummary) -> str:
+def _predicted(summary: JobSummary) -> str:
+    """Return what was predicted of the passes, in the words of the run's beginning, and what they took."""
     predicted_s, computing_s = summary.predicted_s, summary.computing_s
     if not predicted_s or not computing_s:
         return ""
     factor = f" ({computing_s / predicted_s:.2f} x as long)" if computing_s >= _LEAST_COMPARED_S else ""
-    return f"{duration(predicted_s)} for passes that took {duration(computing_s)}{factor}"
+    expected, made = round(summary.predicted_passes), 0 if summary.stats is None else summary.stats.passes
+    passes = f"{expected:,} passes" if expected else "passes"
+    number = f" for {made:,}" if expected and made != expected else ""
+    return f"{duration(predicted_s)} for {passes}; they took {duration(computing_s)}{number}{factor}"
 
 
 def _bound_rows(stats: RunStats, summary: JobSummary) -> dict[str, str]:
-    shares = {"PCIe": stats.link_share, "the disk": stats.disk_share}
+    shares = {causes(summary.device)["link"]: stats.link_share, "the disk": stats.disk_share}
     moved = {"read from disk": stats.bytes_read_disk, "copied to the GPU": stats.bytes_to_device}
     memory = {"on the GPU": stats.device_bytes, "in host memory": stats.host_bytes}
     if summary.device == "cpu":
         moved, memory = {"read from disk": stats.bytes_read_disk}, {"": stats.device_bytes + stats.host_bytes}
     streamed = stats.streamed_bytes_per_pass
     return {
-        "limited by": _bound(stats, launches=summary.launching_s > summary.predicted_s / 2),
+        "limited by": _bound(stats, summary.device, launches=summary.launching_s > summary.passes_predicted_s / 2),
         "used": ", ".join(
             f"{share:.1%} of {name}" for name, share in shares.items() if share and share >= _LEAST_SHARE
         ),
@@ -222,18 +236,19 @@ def _rank_rows(ranks: Sequence[RunStats], summary: JobSummary) -> dict[str, str]
     return {"ranks": f"{len(ranks)}{together}: {passes} passes", "of all ranks": "; ".join(filter(None, moved))}
 
 
-def _bound(stats: RunStats, *, launches: bool) -> str:
+def _bound(stats: RunStats, device: str, *, launches: bool) -> str:
     """Return what compute waited for most, and for how long.
 
     Args:
         launches: Python's launches take most of the time, by prediction.
     """
-    waits = {cause: stats.stall_s.get(cause, 0.0) for cause in CAUSES}
+    words = causes(device)
+    waits = {cause: stats.stall_s.get(cause, 0.0) for cause in words}
     cause = max(waits, key=lambda cause: waits[cause])
     if sum(waits.values()) < _LEAST_WAIT * max(stats.span_s, 1.0):
         return "Python (launching)" if launches else "compute"
-    told = ", ".join(f"{duration(seconds)} for {CAUSES[each]}" for each, seconds in waits.items() if seconds >= 0.05)
-    return f"{CAUSES[cause]}: compute waited {told}" if told else CAUSES[cause]
+    told = ", ".join(f"{duration(seconds)} for {words[each]}" for each, seconds in waits.items() if seconds >= 0.05)
+    return f"{words[cause]}: compute waited {told}" if told else words[cause]
 
 
 def _amounts(sizes: Mapping[str, int]) -> str:

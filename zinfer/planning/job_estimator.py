@@ -12,7 +12,7 @@ from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.pass_sizes import FEWEST_REPLAYED_ROWS, PATIENCE, padded_rows, padded_segments
 from zinfer.planning.simulation import Simulations, simulate, simulated_ranks
-from zinfer.planning.step_time import PassTime, speed
+from zinfer.planning.step_time import PassTime, resource_name, speed
 from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.pass_order import PassOrder
 from zinfer.scheduling.schedule import PassSize
@@ -56,7 +56,7 @@ class JobPrediction:
 
     def __str__(self) -> str:
         return (
-            f"{duration(self.seconds)}, {self.num_passes:,} passes of {self.tokens_per_pass:,.0f} tokens "
+            f"{duration(self.seconds)} for {self.num_passes:,} passes of {self.tokens_per_pass:,.0f} tokens "
             f"({self.bottleneck}), {speed(self.tokens_per_s)}"
         )
 
@@ -166,7 +166,8 @@ class JobEstimator:
         if not sizes:
             raise ConfigError("no pass was computed yet, so none can be predicted")
         clock = PassTimes(self)
-        terms = [clock.next(size).terms for size in sizes]
+        times = [clock.next(size) for size in sizes]
+        terms = [each.terms for each in times]
         slowest = [max(each, key=each.__getitem__) for each in terms]
         seconds = sum(each[name] for each, name in zip(terms, slowest, strict=True))
         resources = max(terms, key=len)  # a pass whose layers all stay gathers nothing
@@ -177,7 +178,7 @@ class JobEstimator:
             num_passes=len(sizes),
             tokens_per_pass=num_tokens / len(sizes),
             tokens_per_s=num_new / seconds,
-            bottleneck=max(set(slowest), key=slowest.count),
+            bottleneck=resource_name(max(set(slowest), key=slowest.count), on_host=times[0].shares_host),
             most_together=max(size.num_samples for size in own),
             busy_s={name: sum(each.get(name, 0.0) for each in terms) for name in resources},
         )

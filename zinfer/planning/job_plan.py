@@ -174,6 +174,11 @@ class JobPlan:
         return parts_beside(self.case, self.budget, self.plan)
 
     @property
+    def predicted(self) -> JobPrediction:
+        """Prediction for all rows, as a run of the job shows it."""
+        return self.simulated.repeated(self.seconds / self.simulated.seconds)
+
+    @property
     def tokens_per_s(self) -> float:
         """New tokens per second over the whole job."""
         return self.job.num_rows * sum(self.job.new_tokens) / len(self.job.new_tokens) / self.seconds

@@ -50,6 +50,11 @@ _PASS_LAUNCHES: Final = 3.0
 _SEQUENCE_LAUNCHES: Final = 6e-3
 
 
+def resource_name(term: str, *, on_host: bool) -> str:
+    """Return the name to show of one of `PassTime.terms`: where the host computes, its memory is the link's, too."""
+    return "host memory" if on_host and term in ("link", "device memory") else term
+
+
 @dataclass(frozen=True)
 class PassTime:
     """Seconds of work of each resource in one pass over ``num_tokens`` tokens.
@@ -105,8 +110,8 @@ class PassTime:
 
     @property
     def bottleneck(self) -> str:
-        """The slowest resource."""
-        return max(self.terms, key=self.terms.__getitem__)
+        """The slowest resource, as `resource_name`."""
+        return resource_name(max(self.terms, key=self.terms.__getitem__), on_host=self.shares_host)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from zinfer.planning.job_plan import Job, JobPlan
 from zinfer.planning.latency import ServingLatency, describe_latency, predict_latency
 from zinfer.planning.plan import BatchPlan, Case
 from zinfer.planning.presets import PRESETS, Machine
-from zinfer.planning.step_time import LAUNCHING, PassTime, speed
+from zinfer.planning.step_time import LAUNCHING, PassTime, resource_name, speed
 from zinfer.units import duration, human_bytes
 
 _BOUND_BY: Final = {
@@ -108,7 +108,8 @@ def _add_memory(table: Table, planned: BatchPlan) -> None:
 
 def _add_device_memory(table: Table, parts: DeviceParts, case: Case) -> None:
     machine = case.machine
-    table.add_row("device memory", f"{parts}: {human_bytes(parts.total)} of {human_bytes(machine.usable_bytes)}")
+    name = "device memory" if machine.limits.on_cuda else "memory"
+    table.add_row(name, f"{parts}: {human_bytes(parts.total)} of {human_bytes(machine.usable_bytes)}")
     if machine.limits.cap_bytes is not None:
         num = machine.limits.num_devices
         cap = human_bytes(round(machine.limits.cap_bytes / num)) + (
@@ -128,7 +129,7 @@ def _add_pass(table: Table, name: str, time: PassTime) -> None:
     table.add_section()
     table.add_row(f"{name} pass", f"{duration(time.seconds)} ({time.bottleneck}), {time.num_tokens:,} tokens")
     for term, seconds in time.terms.items():
-        table.add_row(f"  {term}", duration(seconds))
+        table.add_row(f"  {resource_name(term, on_host=time.shares_host)}", duration(seconds))
 
 
 def _listed(parts: dict[str, int]) -> str:
@@ -201,9 +202,7 @@ def job_table(job: Job, planned: JobPlan) -> Table:
     homes = ", ".join(f"{plan.num_blocks(tier)} {tier.name}" for tier in Tier)
     table.add_row("blocks by home", f"{homes}; {human_bytes(plan.streamed_bytes)} streamed a pass")
     table.add_section()
-    table.add_row("new tokens", speed(planned.tokens_per_s))
-    table.add_row("whole job", duration(planned.seconds))
-    table.add_row("bottleneck", simulated.bottleneck)
+    table.add_row("predicted", str(planned.predicted))
     return table
 
 
