@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import exit_on_error, importing, raise_on_signals
+from zinfer.cli.ending import exit_on_error, importing, process_seconds, raise_on_signals
 from zinfer.cli.options import STATED_BY, Config, DeviceOption, KVCache, Weights
 from zinfer.cli.plan_machine import find_model
 from zinfer.errors import ConfigError
@@ -93,10 +93,11 @@ def bench(
 
         if num_ranks > 1:
             launch(num_ranks, lambda: "Nothing was kept")
-        is_shown = own_rank() == 0
+        is_shown, starting_s = own_rank() == 0, process_seconds()
         result = run_bench(request, Console(stderr=True) if is_shown else None)
         if not is_shown:
             return
+        result = result.of_process(starting_s, process_seconds())
         if not as_json:
             Console().print(bench_table(result))
         print(json.dumps(bench_document(result)))

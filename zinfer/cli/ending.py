@@ -5,9 +5,11 @@ import gc
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Final, Literal, NoReturn
@@ -106,6 +108,16 @@ def conclude(text: str, exit_code: int, *, is_own: bool = True, silent_rank: int
 def say(text: str) -> None:
     """Print a message on stderr."""
     print_text(Console(stderr=True), f"zinfer: {text}")
+
+
+def process_seconds() -> float:
+    """Return the seconds since this process began, or the one that launched it as a rank; to a hundredth.
+
+    By the kernel's clock: psutil's times of processes are off by up to a second, since its boot time is in whole ones.
+    """
+    stat = Path(f"/proc/{os.getppid() if LAUNCHER in os.environ else 'self'}/stat").read_text()
+    ticks = int(stat.rpartition(")")[2].split()[19])  # field 22, of which the second may hold blanks
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 class _Interrupt:

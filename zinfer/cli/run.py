@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import exit_on_error, importing, raise_on_signals
+from zinfer.cli.ending import exit_on_error, importing, process_seconds, raise_on_signals
 from zinfer.cli.options import (
     MODEL_PANEL,
     STATED_BY,
@@ -220,7 +219,7 @@ def run(
             launch(num_ranks, lambda: kept_message(output))
         begin_reading(folder)
         is_shown = own_rank() == 0
-        starting_s = _process_s()
+        starting_s = process_seconds()
         summary = run_job(
             model,
             input,
@@ -247,22 +246,12 @@ def run(
             **keys,
         )
     console = Console(stderr=to_stdout)
-    summary = summary.of_process(starting_s, _process_s())
+    summary = summary.of_process(starting_s, process_seconds())
     if is_shown and as_json:
         print(json.dumps(job_document(summary)), file=console.file)
     elif is_shown:
         console.print(summary_table(summary))
     raise typer.Exit(summary.exit_code)
-
-
-def _process_s() -> float:
-    """Return the seconds since this process began, or the one that launched it as a rank; to a hundredth.
-
-    By the kernel's clock: psutil's times of processes are off by up to a second, since its boot time is in whole ones.
-    """
-    stat = Path(f"/proc/{os.getppid() if LAUNCHER in os.environ else 'self'}/stat").read_text()
-    ticks = int(stat.rpartition(")")[2].split()[19])  # field 22, of which the second may hold blanks
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _show_plan(

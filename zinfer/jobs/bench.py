@@ -61,7 +61,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
         OSError: the disk failed, or has no room for the random weights.
         RankError: another rank failed.
     """
-    keys = request.keys()
+    meter, keys = Meter(console), request.keys()
     settings = resolve_settings(request.config, keys, swaps=True, is_job=True)
     if settings.batching.speculate == "auto":  # texts of random weights repeat themselves: guesses would come true
         keys["speculate"] = "off"
@@ -73,7 +73,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
     scratch = settings.offload.nvme_path
     if scratch is not None:
         scratch.mkdir(parents=True, exist_ok=True)
-    with shown(Meter(console)) as meter, temporary_folder("bench", scratch) as folder:
+    with shown(meter), temporary_folder("bench", scratch) as folder:
         say_without_effect(settings, meter.note)
         checkpoint, every = _prepare(request, settings, folder)
         prompts = share_of(every, mesh.share_of(place), mesh, request)
@@ -82,12 +82,14 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
         if any(map(is_installed, request.compare)):
             check_room(checkpoint, folder)
         with held_beyond(request.memory_cap, settings) as held:
-            meter.begin("loading")
             weights, begin_s = RandomWeights(folder, request.experts, partition, group), time.perf_counter()
             job = Job(len(every), *_lengths(prompts))
+            meter.begin("planning")
             sizes = _choose_sizes(folder, checkpoint, settings, job, meter, mesh, group)
+            meter.begin("loading")
             with _open(request, checkpoint, keys, sizes, weights) as llm:
                 start_s = time.perf_counter() - begin_s
+                meter.begin("planning")
                 predicted = llm.predict(*_lengths(prompts))
                 if group is not None:
                     all_values(group, None)  # they share each other's passes; rates are measured before any
@@ -98,7 +100,9 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
             if group.rank > 0:  # its process ends, and leaves its memory to rivals
                 return found
         meter.begin("comparing")
-        return replace(found, compared=_compared(request, checkpoint, every, found, folder))
+        compared = _compared(request, checkpoint, every, found, folder)
+        meter.begin("end")
+        return replace(found, compared=compared, phase_s=meter.phase_s)
 
 
 def _choose_sizes(
@@ -231,6 +235,7 @@ def _measure(
         busy_s=llm.predict_passes().busy_s,
         file=weights.file,
         file_bytes=weights.file_bytes,
+        first_pass_s=min(llm.first_pass_s, seconds),
         held_bytes=held[0],
         context_bytes=held[1],
     )

@@ -1,7 +1,7 @@
 """What a bench found, on one process or several."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zinfer.jobs.comparison import Compared
@@ -24,6 +24,9 @@ class BenchResult:
         tier_bytes: bytes of the slabs by home.
         busy_s: seconds of work of each resource in the passes that ran, at the known rates.
         file, file_bytes: the file that all weights were read from.
+        first_pass_s: of ``seconds``.
+        phase_s: seconds of the phases before the passes, by name; of a process also "starting" before them and "end".
+        process_s: of the whole process; 0: not in one of its own.
         held_bytes, context_bytes: device memory that was held to enforce the cap, and used by CUDA's context.
         compared: the rivals.
         ranks: of each rank, if several shared the rows; the other fields are then of all, but for what is of a machine
@@ -43,6 +46,9 @@ class BenchResult:
     busy_s: Mapping[str, float]
     file: Path
     file_bytes: int
+    first_pass_s: float = 0.0
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    process_s: float = 0.0
     held_bytes: int = 0
     context_bytes: int = 0
     compared: tuple[Compared, ...] = ()
@@ -69,6 +75,27 @@ class BenchResult:
             file_bytes=sum(each.file_bytes for each in ranks),
             ranks=tuple(ranks),
         )
+
+    def of_process(self, starting_s: float, process_s: float) -> "BenchResult":
+        """Return the result with the time of the whole process.
+
+        Args:
+            starting_s: from the process's start to the bench's.
+            process_s: from the process's start until now, when all is closed.
+        """
+        return replace(self, phase_s={"starting": starting_s, **self.phase_s}, process_s=process_s)
+
+    @property
+    def all_phase_s(self) -> dict[str, float]:
+        """Seconds of each phase, of the first pass and of all others, and of what is left of the whole as the end."""
+        passes_s = {"first pass": self.first_pass_s, "passes": self.seconds - self.first_pass_s}
+        found = {name: seconds for name, seconds in self.phase_s.items() if name not in ("running", "end")} | passes_s
+        return found | {"end": max(self.whole_s - sum(found.values()), 0.0)}
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds of the process; of a bench within another program, of its phases."""
+        return self.process_s or sum(self.phase_s.values())
 
     @property
     def tokens_per_s(self) -> float:

@@ -6,8 +6,8 @@ from rich.table import Table
 
 from zinfer.jobs.bench_result import BenchResult
 from zinfer.jobs.comparison import Compared
-from zinfer.jobs.summary import JobSummary, section_table, summary_rows
-from zinfer.planning.step_time import speed
+from zinfer.jobs.summary import JobSummary, causes, phases_line, section_table, summary_rows
+from zinfer.planning.step_time import LAUNCHING, speed
 from zinfer.units import duration, human_bytes
 
 _SUMMED: Final = (
@@ -34,18 +34,26 @@ def bench_table(result: BenchResult) -> Table:
             ", ".join(f"{human_bytes(size)} {tier}" for tier, size in result.tier_bytes.items() if size),
         ),
         ("read from", f"{result.file}, {human_bytes(result.file_bytes)} with direct I/O: blocks repeat its bytes"),
-        ("start", f"{duration(result.start_s)}, of which the weights {duration(result.stats.load_s)}"),
     ]
     compared = [
-        ("predicted", f"{duration(predicted.seconds)}, {speed(predicted.tokens_per_s)} ({predicted.bottleneck})"),
-        ("achieved", f"{duration(result.seconds)}, {speed(result.tokens_per_s)}"),
+        ("predicted", f"{predicted}"),
+        ("achieved", f"{duration(result.seconds)} for {result.stats.passes:,} passes, {speed(result.tokens_per_s)}"),
         ("prompts", speed(result.prompt_tokens_per_s)),
-        ("passes", f"{result.stats.passes:,}"),
-        ("busy", ", ".join(f"{name} {share:.1%}" for name, share in result.shares.items())),
+        ("busy", ", ".join(f"{_busy_name(name, result)} {share:.1%}" for name, share in result.shares.items())),
+        ("time", f"{duration(result.whole_s)}, of which the passes {duration(result.seconds)}"),
+        ("where it went", phases_line(result.all_phase_s)),
     ]
     rivals = [(each.rival, _rival(each, result.num_rows)) for each in result.compared]
     done, *_, bound = summary_rows(_as_job(result))  # between them is the speed, compared above
     return section_table("zinfer bench", [[row for row in start if row[1]], compared, rivals, done, bound])
+
+
+def _busy_name(resource: str, result: BenchResult) -> str:
+    return causes(_device(result))["link"] if resource == "link" else resource
+
+
+def _device(result: BenchResult) -> str:
+    return "cpu" if result.device == "cpu" else "cuda"
 
 
 def _rival(found: Compared, num_rows: int) -> str:
@@ -71,13 +79,16 @@ def _as_job(result: BenchResult) -> JobSummary:
         num_skipped=0,
         num_prompt_tokens=result.num_prompt_tokens,
         num_output_tokens=result.num_new_tokens,
-        wall_s=result.start_s + result.seconds,
+        wall_s=result.whole_s,
         running_s=result.seconds,
         predicted_s=result.predicted.seconds,
+        predicted_passes=result.predicted.num_passes,
+        passes_predicted_s=result.predicted.seconds,
+        launching_s=result.predicted.seconds if result.predicted.bottleneck == LAUNCHING else 0.0,
         computing_s=result.seconds,
         stats=result.stats,
         notes=(),
-        device="cpu" if result.device == "cpu" else "cuda",
+        device=_device(result),
         other_ranks=tuple(each.stats for each in result.ranks[1:]),
     )
 
@@ -101,6 +112,8 @@ def bench_document(result: BenchResult) -> dict[str, Any]:
         "bottleneck": predicted.bottleneck,
         "shares": result.shares,
         "start_s": result.start_s,
+        "wall_s": result.whole_s,
+        "phase_s": result.all_phase_s,
         "load_s": max(each.stats.load_s for each in ranks),
         "passes": sum(each.stats.passes for each in ranks),
         "bytes_by_home": dict(result.tier_bytes),
