@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -253,11 +254,12 @@ def test_the_quickstart_shows_answers_before_its_summary(checkout: Path) -> None
     done = quickstart(checkout, "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    start = lines.index("this is pip") + 1
+    start = lines.index("Some of the answers in out/demo.jsonl:") + 1
     shown = [line.partition(" -> ") for line in lines[start : start + 3]]
     assert [str(sum(operands(prompt))) for prompt, _, _ in shown] == [answer for _, _, answer in shown]
     assert lines[start + 3].strip() == "zinfer run"
     assert lines[-1].startswith("right answers: ")
+    assert re.search(r"predicted +│ \S+ m?s for 6 passes; they took \S+ m?s +│", done.stdout), "as many as predicted"
     assert "weights: 10 blocks in memory\n" in done.stderr
 
 
