@@ -118,8 +118,8 @@ def model_folder(model: str) -> Path:
 def begin_reading(folder: Path) -> None:
     """Begin to read the weights of a model while modules are imported ([Note: reading ahead]).
 
-    Of several processes on a host the first one reads for all. A quarter of the free memory at most: the rest of the
-    weights is read into buffers, which take the place of what lies in the page cache.
+    Of the ranks on a host the first one reads for all; replicas find what another one has read. A quarter of the free
+    memory at most: the rest of the weights is read into buffers, which take the place of what lies in the page cache.
     """
     if own_local_rank() == 0:
         read_ahead(sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}")), free_host_bytes() // 4)

@@ -21,8 +21,10 @@ from zinfer.cli.options import (
     MaxDeviceMemory,
     Model,
     Weights,
+    begin_reading,
     model_folder,
     option_words,
+    reading_ahead,
     stated_keys,
 )
 from zinfer.errors import CheckpointError, ConfigError, SilentRankError
@@ -170,8 +172,8 @@ def replica(
 ) -> None:
     """Compute for the server that listens on this socket."""
     with exit_on_error(lambda: "Finished requests were answered"), raise_on_signals():
-        model_folder(model)
-        with importing():
+        folder = model_folder(model)
+        with reading_ahead(folder), importing():
             from zinfer.cli.launch import begin_rank, choose_num_ranks, launch
 
             begin_rank(ranks)
@@ -189,6 +191,7 @@ def replica(
         num_ranks = choose_num_ranks(ranks, settings.device, settings.parallel)
         if num_ranks > 1:
             launch(num_ranks, lambda: "Finished requests were answered")
+        begin_reading(folder)
 
         def end(failure: SilentRankError) -> None:
             conclude(f"error: {failure}", EXIT_STOPPED, silent_rank=failure.rank)
