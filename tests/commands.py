@@ -8,6 +8,7 @@ On a machine with a GPU every start is cold, because CUDA does not survive a for
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import resource
@@ -166,6 +167,7 @@ def run_command(
 ) -> None:
     from zinfer.cli import main
 
+    forget_garbage()
     os.setsid()
     ends.take_over()
     os.environ.clear()
@@ -191,6 +193,11 @@ def _customize() -> None:
         if folder and (file := Path(folder, "sitecustomize.py")).is_file():
             exec(compile(file.read_text(), file, "exec"), {"__name__": "sitecustomize"})
             return
+
+
+def forget_garbage() -> None:
+    """Nothing that the server has imported is garbage: no collection of a process that it forks walks through that."""
+    gc.freeze()
 
 
 def run_exit_functions() -> None:

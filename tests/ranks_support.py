@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
-from commands import context, run_exit_functions
+from commands import context, forget_garbage, run_exit_functions
 
 from zinfer.ranks.sockets import reserve_port
 
@@ -138,6 +138,7 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    forget_garbage()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # Ranks may share a GPU, for tests on one.
