@@ -61,10 +61,6 @@ ALONE: Final = frozenset(
 )
 """Files whose tests measure a GPU, fill it or use several; on GPUs they are marked `alone`."""
 
-# A loaded machine is slow at times; that is no fault of the property.
-settings.register_profile("zinfer", deadline=None)
-settings.load_profile("zinfer")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def without_old_engines() -> None:
@@ -120,7 +116,17 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["server"] = commands.share_server()
 
 
+def load_profiles(*, is_all: bool) -> None:
+    """Settings of properties: fewer examples by default, and of kernels that Triton interprets the fewest."""
+    # A loaded machine is slow at times; that is no fault of the property.
+    settings.register_profile("zinfer", deadline=None, max_examples=100 if is_all else 20)
+    settings.load_profile("zinfer")
+    is_short = not is_all and os.environ.get("TRITON_INTERPRET") == "1"
+    settings.register_profile("kernels", settings.get_profile("zinfer"), max_examples=8 if is_short else 25)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    load_profiles(is_all=config.getoption("--all"))
     if (given := getattr(config, "workerinput", None)) is not None:
         use_server(given["server"])
 
@@ -153,13 +159,13 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Cases of tests marked ``sampled(n)`` that only ``--all`` runs: all but one in n, at least one stays.
+    """Cases of tests marked ``sampled(n)`` that only ``--all`` runs: all but one in n; one that is not slow stays.
 
     Their names decide, so that every run takes the same ones, and neighbours differ in all parameters.
     """
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled") is not None and not item.get_closest_marker("gpu"):
+        if item.get_closest_marker("sampled") is not None and not item.get_closest_marker("gpu") and not is_slow(item):
             groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
     out: set[pytest.Item] = set()
     for cases in groups.values():

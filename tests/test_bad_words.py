@@ -105,6 +105,7 @@ def test_prompts_whose_tokens_cannot_be_forbidden(llm: LLM) -> None:
     assert fine.error is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", WAYS)
 def test_rows_of_jobs(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     plain = rows_of(model, tmp_path, [text("p", temperature=0), {"id": "own", "prompt": "abc"}], **options)["own"]

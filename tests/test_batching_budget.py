@@ -33,7 +33,7 @@ def placed(outline: Outline, preset: str | Machine, **config: Any) -> tuple[Batc
     return budget, make_plan(blocks, outline.layers, limits, settings), free_bytes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_beside_weights_that_stream_pages_take_nearly_all(name: str, tmp_path: Path) -> None:
     outline = outline_of(write_config(tmp_path, CONFIGS[name]))
@@ -103,7 +103,7 @@ LLAMA_8B = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("free_gb", [8, 12, 24, 48, 80])
 @pytest.mark.parametrize(
     "stated", [{}, {"max_weight_memory": "2.5GB"}, {"num_slots": 6}, {"max_weight_memory": "3GB", "num_slots": 2}]
@@ -131,6 +131,7 @@ def test_parts_are_as_large_as_a_card_has_room_for(tmp_path: Path) -> None:
     assert sizes[-2:] == [8192, 16_384]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("free_gb", "num_tokens"), [(6, 1024), (20, 8192), (1000, 16_384)])
 def test_activations_fit_a_cpu_whose_memory_is_scarce(free_gb: int, num_tokens: int, tmp_path: Path) -> None:
     """Under a control group's limit, for instance, which leaves less than the usual sizes take."""
@@ -142,7 +143,7 @@ def test_activations_fit_a_cpu_whose_memory_is_scarce(free_gb: int, num_tokens: 
     assert budget.footprint.nbytes + plan.device_bytes <= free_bytes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("free_gb", [8, 12, 24, 48, 80])
 @pytest.mark.parametrize("device", [None, "cpu", "nvme"])
 def test_pages_in_host_memory_fit_beside_weights_whatever_the_card(

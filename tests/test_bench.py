@@ -98,7 +98,7 @@ def zinfer_bench(*options: str) -> Result:
     return CliRunner().invoke(app, ["bench", "--device", "cpu", *options])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("config", "weights", "experts"),
     [
@@ -165,6 +165,7 @@ def test_numbers_that_are_not_finite_stop_it(tmp_path: Path, monkeypatch: pytest
         bench(folder_of(LLAMA, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size_gb", "experts"), [(2, 7), pytest.param(20, 64, marks=pytest.mark.slow)])
 def test_gigabytes_with_a_tenth_allowed(
     size_gb: int, experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from commands import start
 from test_bench import LLAMA, folder_of, on_disk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "again"),
     [(signal.SIGTERM, False), pytest.param(signal.SIGINT, False, marks=pytest.mark.slow), (signal.SIGINT, True)],

@@ -73,6 +73,7 @@ def test_each_rank_makes_and_keeps_its_half(tmp_path: Path) -> None:
         assert 0 <= undivided_bytes < layers_bytes * 0.3
 
 
+@pytest.mark.slow
 def test_replicas_have_all_of_it(tmp_path: Path) -> None:
     model = folder_of(LLAMA, tmp_path)
     [alone] = benched(0, model, tmp_path, "auto", ["cpu"])
@@ -81,6 +82,7 @@ def test_replicas_have_all_of_it(tmp_path: Path) -> None:
     assert together.tier_bytes == {tier: 2 * nbytes for tier, nbytes in alone.tier_bytes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [
@@ -117,6 +119,7 @@ def test_stages_have_random_layers_of_their_own(tmp_path: Path, parallel: dict[s
         assert each.stats.passes > 0
 
 
+@pytest.mark.slow
 def test_the_first_rank_speaks(tmp_path: Path) -> None:
     model = folder_of(LLAMA, tmp_path)
     (tmp_path / "few.json").write_text('{"zinfer": {"max_weight_memory": "5MB"}}')

@@ -93,6 +93,7 @@ def test_names_choose_systems() -> None:
         names("accelerat")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["zinfer-host", "accelerate-host", "zinfer-disk", "accelerate-disk"])
 def test_the_gate_lets_a_right_system_pass(name: str, work: dict[str, Any]) -> None:
     peer_worker.check_tokens(system_named(name), peer_worker.Work(system=name, **work), CPU)
@@ -106,6 +107,7 @@ def test_the_gate_stops_a_system_whose_tokens_differ(gate: Any, work: dict[str, 
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_the_gate_stops_a_system_that_offloads_nothing(tier: Any, work: dict[str, Any]) -> None:
     """Its tokens are right; its layers are simply there."""

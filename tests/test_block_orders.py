@@ -86,7 +86,7 @@ def test_two_slots_are_enough_for_a_block_within_another(device: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("homes", ["host", "disk"])
 @pytest.mark.parametrize("num_slots", [2, 3, 4])
 @pytest.mark.parametrize(
@@ -132,6 +132,7 @@ def test_layers_that_are_dropped(tmp_path: Path) -> None:
             torch.testing.assert_close(found, each, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["encoder", "decoder"])
 def test_a_failure_within_a_stack_leaves_the_engine_in_order(place: str, tmp_path: Path) -> None:
     """`generate` calls the encoder outside of the model's own forward."""

@@ -153,6 +153,7 @@ def test_what_goes_on_rounds_alike_and_measures_once(model: Path, prompts: Path,
     assert contents(output) == contents(store)
 
 
+@pytest.mark.sampled(2)
 def test_what_no_prompt_has_reached_is_said(model: Path, prompts: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no prompt reaches a weight that is to be quantized"):
         write_store(model, tmp_path / "none", settings_of(**SECTION), calibration=Calibration("ab" * 32, dict))
@@ -179,6 +180,7 @@ def test_batches_hold_like_lengths_and_no_more_tokens_than_fit() -> None:
     assert len(found) == 4
 
 
+@pytest.mark.sampled(2)
 def test_other_prompts_are_another_store(model: Path, prompts: Path, store: Path, tmp_path: Path) -> None:
     other = Calibration("cd" * 32, lambda: measure_squares(model, prompts, settings_of(**SECTION)))
     with pytest.raises(ConfigError, match=r"settings.calibration_sha256: \"abab.* in the store, \"cdcd.* now"):

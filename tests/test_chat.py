@@ -147,6 +147,7 @@ def test_a_line_of_a_pipe_that_is_no_text_is_named(server: Server) -> None:
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

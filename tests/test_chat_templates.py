@@ -41,6 +41,7 @@ def test_texts_are_those_of_transformers(templates: ChatTemplates) -> None:
     assert wanted.startswith("<s>")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("template", "message"),
     [

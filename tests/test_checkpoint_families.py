@@ -13,7 +13,7 @@ from zinfer.checkpoint import Checkpoint
 MAX_NEW_TOKENS = 24
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tie", [None, True, False])
 def test_greedy_texts_are_full_length_and_varied(family: str, tie: bool | None) -> None:
@@ -28,6 +28,7 @@ def test_greedy_texts_are_full_length_and_varied(family: str, tie: bool | None) 
     assert len({tuple(row) for row in rows}) == len(rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tie", [True, False])
 def test_checkpoint_holds_the_model(family: str, tie: bool, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_closing_within_a_forward_hook_is_refused(folder: Path) -> None:
     llm.close()
 
 
+@pytest.mark.sampled(2)
 @rings_the_alarm
 @pytest.mark.parametrize("kind", ["engine", "llm"])
 def test_ctrl_c_while_closing_leaves_nothing_open(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:

@@ -56,6 +56,7 @@ def script(rank: int, folder: Path, by_mpi: bool) -> tuple[torch.Tensor, list[fl
     return found, [value.item(), summed.item()], names
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("by_mpi", [False, True])
 def test_a_script_of_two_processes(llama: Path, by_mpi: bool) -> None:
     expected = logits(llama)

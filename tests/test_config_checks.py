@@ -30,6 +30,7 @@ def refused(folder: Path, message: str) -> None:
         build_meta_model(Checkpoint.open(folder))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "pad_token_id"])
 @pytest.mark.parametrize("value", ["x", -1, 1.0, True, 10**6, [0, -1], [[0]], {}], ids=str)

@@ -243,7 +243,11 @@ def _sections(path: str, values: dict[str, list[Any]]) -> st.SearchStrategy[dict
 
 
 ANYTHING = _sections("", dict.fromkeys(BY_PATH, VALUES))
-USABLE = _sections("", {path: [value for value in VALUES if _is_usable(key, value)] for path, key in BY_PATH.items()})
+USABLE = st.deferred(
+    lambda: _sections(
+        "", {path: [value for value in VALUES if _is_usable(key, value)] for path, key in BY_PATH.items()}
+    )
+)
 
 
 @hypothesis_settings(deadline=None)

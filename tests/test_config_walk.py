@@ -32,6 +32,7 @@ def small_config(model_type: str) -> Any:
         return usual
 
 
+@pytest.mark.slow
 def test_widths_are_read_or_refused_for_every_config() -> None:
     num_read = 0
     for model_type in sorted(CONFIG_MAPPING):

@@ -51,6 +51,7 @@ def tiny_t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pre_load_checkpoint", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_initializing_for_inference(pre_load_checkpoint: bool, bloom: Path, tmp_path: Path) -> None:
     """The tutorial's first example, with one GPU."""
@@ -108,6 +109,7 @@ def test_t5_without_one() -> None:
     model.destroy()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("inject", [True, False])
 def test_end_to_end_gpt_neo(pipe: Any, inject: bool) -> None:
     generator = pipe

@@ -64,6 +64,7 @@ def texts(name: str, prompt: list[str], tokens: list[str], *, is_formed: bool = 
     return StopCriteria(tokenizer, SamplingParams(), (), end).text(token_ids), found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
 def test_deltas_are_the_text(name: str, data: st.DataObject) -> None:
@@ -94,6 +95,7 @@ def test_deltas_are_the_text(name: str, data: st.DataObject) -> None:
     assert len(found) == detokenizer.num_chars
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
 def test_texts_of_prompt_and_output_are_that_of_both(name: str, data: st.DataObject) -> None:

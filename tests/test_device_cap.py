@@ -65,6 +65,7 @@ def outline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return outline_of(write_config(tmp_path_factory.mktemp("outline"), config))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parts_of", [batch_parts, job_parts])
 @given(share=st.floats(0.0, 1.2))
 @examples(max_examples=12)
@@ -81,6 +82,7 @@ def test_a_plan_fits_its_cap_or_is_refused(
     assert min(parts.kv_cache, parts.activations, parts.reserve) > 0
 
 
+@pytest.mark.sampled(2)
 def test_a_cap_is_a_smaller_card(outline: Outline, monkeypatch: pytest.MonkeyPatch) -> None:
     search_less(monkeypatch)
     case, job = capped(outline, 24 * 10**9), Job(64, [256], [32])
@@ -94,6 +96,7 @@ def test_a_cap_is_a_smaller_card(outline: Outline, monkeypatch: pytest.MonkeyPat
     assert planned.parts.total <= 24 * 10**9
 
 
+@pytest.mark.sampled(2)
 def test_the_least_cap_is_named_and_enough(outline: Outline, monkeypatch: pytest.MonkeyPatch) -> None:
     search_less(monkeypatch)
     with pytest.raises(PlanError, match=r"for weights .*, slots .*, KV cache .*, activations .*, reserve ") as refused:
@@ -156,6 +159,7 @@ PARAMS = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cap", [26 * 10**6, 40 * 10**6])
 def test_all_that_a_job_takes_is_below_the_cap(folder: Path, cap: int) -> None:
     drawn = torch.randint(3, 1000, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))

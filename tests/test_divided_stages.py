@@ -55,6 +55,7 @@ def several(rank: int, jobs: list[Job], served: list[Job], rows: tuple[Path, str
     return computed(rank, jobs), [texts(rank, *each)[0] for each in served], job(rank, *rows) if rows else None
 
 
+@pytest.mark.slow
 def test_two_stages_of_two_ranks_compute_what_one_process_does(folders: dict[str, Path], tmp_path: Path) -> None:
     """Of bytes each rank has its part of its stage's."""
     cases = [(mode, *case) for mode in MODES for case in CASES[mode]]

@@ -96,6 +96,7 @@ def hidden(model: BertModel, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids])).last_hidden_state[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", POOLINGS)
 def test_pooling_is_the_checkpoints(kind: str, tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "m", POOLINGS[kind])

@@ -27,7 +27,7 @@ from zinfer.nvme.reader import DiskReadError
 __all__ = ["eager", "engine", "folder"]  # fixtures
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("error", [Raised, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("place", [0, 3, NUM_LAYERS - 1, "lm_head"])

@@ -15,7 +15,7 @@ import zinfer
 __all__ = ["batch", "eager", "engine", "folder", "resident"]  # fixtures
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "options",
     [
@@ -58,6 +58,7 @@ def test_generate_with_scores(
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 def test_inputs_by_position_by_name_and_as_inputs(engine: zinfer.InferenceEngine, eager: PreTrainedModel) -> None:
     expected = greedy(eager)
     assert torch.equal(engine.generate(PROMPT, max_new_tokens=10, do_sample=False), expected)
@@ -117,6 +118,7 @@ def test_forward_goes_on_from_a_cache(
     torch.testing.assert_close(found[1], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 def test_a_logits_processor_may_ask_the_engine(engine: zinfer.InferenceEngine, eager: PreTrainedModel) -> None:
     """As classifier-free guidance does: a forward between two passes of `generate`, in the same thread."""
 

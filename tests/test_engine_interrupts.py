@@ -145,7 +145,7 @@ def test_a_handler_that_does_not_raise_is_called_and_the_call_goes_on(
     assert torch.equal(greedy(engine), greedy(eager))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_an_exception_within_a_part_called_alone(
     engine: zinfer.InferenceEngine, eager: PreTrainedModel, place: int

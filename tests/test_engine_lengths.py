@@ -20,6 +20,7 @@ def long_prompt() -> torch.Tensor:
     return torch.randint(2, 131, (2, MAX_POSITIONS - 8), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -53,6 +54,7 @@ def test_a_generation_config_by_position_counts(engine: zinfer.InferenceEngine, 
     assert moved(engine) == before
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
 def test_without_a_length_transformers_own_default_counts(
     engine: zinfer.InferenceEngine, eager: PreTrainedModel, long_prompt: torch.Tensor
@@ -83,6 +85,7 @@ def test_the_last_position_is_usable(
     assert torch.equal(engine.generate(long_prompt, **options), eager.generate(long_prompt, **options))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_not_counted(engine: zinfer.InferenceEngine, eager: PreTrainedModel, side: str) -> None:
     """122 columns, at most 118 of them text."""
@@ -107,6 +110,7 @@ def test_max_out_tokens(folder: Path, eager: PreTrainedModel) -> None:
         assert torch.equal(greedy(engine, max_new_tokens=7), greedy(eager, max_new_tokens=7))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("rope", "stretched"),
     [

@@ -21,6 +21,7 @@ import zinfer
 __all__ = ["eager", "folder"]  # fixtures
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", HOMES)
 def test_destroy_leaves_no_thread_and_no_file(folder: Path, homes: str) -> None:
     threads, descriptors = set(threading.enumerate()), open_descriptors()
@@ -114,6 +115,7 @@ def test_an_engine_that_is_dropped_is_collected(folder: Path) -> None:
     assert open_descriptors() == descriptors
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("homes", HOMES)
 def test_a_module_outlives_its_engine(folder: Path, homes: str) -> None:
     """Scripts write `model = init_inference(...)` and then `model = model.module`."""
@@ -155,6 +157,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", ["resident", "host"])
 def test_memory_is_given_back(tmp_path: Path, homes: str) -> None:
     model = tiny_model("llama", num_layers=1)

@@ -96,6 +96,7 @@ def three(rank: int, jobs: list[Given]) -> tuple[list[Found], tuple[list[tuple[i
     return computed(rank, jobs), texts(rank, *jobs[0][:2])
 
 
+@pytest.mark.slow
 def test_uneven_experts_and_attention_that_all_ranks_hold(tmp_path: Path) -> None:
     """Three ranks do not divide four heads; no plan divides OLMoE's either."""
     of_olmoe = {"num_key_value_heads": 4, "intermediate_size": 32, "num_experts": 8}
@@ -115,7 +116,8 @@ def test_uneven_experts_and_attention_that_all_ranks_hold(tmp_path: Path) -> Non
     assert 2 * attention_bytes < loaded_bytes < 2.2 * attention_bytes, "attention is loaded three times"
 
 
-def test_homes_codes_and_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_homes_codes_and_bytes(tmp_path: Path, is_every: bool) -> None:
     """Of five experts one rank has three. Codes of whole experts are one process's; INT8 has scales of a row."""
     folder = mixtral(tmp_path / "mixtral", 5)
     only_experts = {"include": ["experts"]}
@@ -127,6 +129,8 @@ def test_homes_codes_and_bytes(tmp_path: Path) -> None:
     cases = [*(("cpu", each) for each in quantized), *((homes, None) for homes in ("cpu", "nvme", "none"))]
     cases += [("nvme", quantized[0]), ("none", quantized[1])]
     injected = [None, *quantized[:2]]
+    if not is_every:
+        cases, injected = [("cpu", None), ("nvme", None), ("nvme", quantized[0])], injected[:1]
 
     def jobs(size: int) -> list[Given]:
         kept = [tmp_path / "nvme" if each and homes == "nvme" else None for homes, each in cases]
@@ -272,12 +276,14 @@ def twice(tmp_path_factory: pytest.TempPathFactory) -> Twice:
     return Twice(cases, five, several(0, cases, five, 1), run_ranks(2, several, cases, five, 2))
 
 
+@pytest.mark.slow
 def test_families_on_two_ranks(twice: Twice) -> None:
     """Attention is divided too; gpt-oss once more with all pairs on the first rank."""
     names = [path.name for path, _ in twice.cases]
     check_alike([each.found for each in twice.ranks], twice.alone.found, names)
 
 
+@pytest.mark.slow
 def test_batches_are_continued_by_divided_experts(twice: Twice) -> None:
     for each in twice.ranks:
         for (tokens, streamed_bytes), (wanted, whole_bytes) in zip(each.served, twice.alone.served, strict=True):
@@ -331,6 +337,7 @@ def test_an_expert_a_rank_and_replicas_of_two(tmp_path: Path) -> None:
         assert many.startswith("zinfer.parallel.expert (ep_size) = 4 is more than the 3 experts of model.layers.0.mlp")
 
 
+@pytest.mark.slow
 def test_a_job_of_replicas_writes_the_rows_of_one_process(tmp_path: Path) -> None:
     tokenizer = letters_tokenizer()
     tokenizer.save_pretrained(mixtral(tmp_path / "model", 4))
@@ -344,6 +351,7 @@ def test_a_job_of_replicas_writes_the_rows_of_one_process(tmp_path: Path) -> Non
     assert several.rows() == one.rows()
 
 
+@pytest.mark.slow
 def test_codes_of_a_checkpoint_are_divided_by_experts(tmp_path: Path) -> None:
     """Of each method whose columns are in order; attention is in full precision."""
     methods = [method for method in METHODS if "order" not in method]

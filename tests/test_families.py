@@ -87,7 +87,7 @@ def check_rounding(case: Case, engine: zinfer.InferenceEngine) -> None:
         assert error <= 8 * own_error + 1e-5, name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_outputs_and_texts_from_disk(case: Case, streamed: zinfer.InferenceEngine) -> None:
     assert type(streamed.module).__name__ == type(case.model).__name__
     stats = streamed.stats()
@@ -110,7 +110,7 @@ def test_outputs_and_texts_from_disk(case: Case, streamed: zinfer.InferenceEngin
         assert torch.equal(case.texts(streamed), wanted), "after another order of blocks"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(13)
 def test_outputs_and_texts_resident_with_fused_kernels(case: Case) -> None:
     with engine_for(case.folder, "resident", replace_with_kernel_inject=True) as engine:
         kinds = {kind for kinds in engine.injected.values() for kind in kinds.split("; ")}
@@ -121,7 +121,7 @@ def test_outputs_and_texts_resident_with_fused_kernels(case: Case) -> None:
             assert torch.equal(case.texts(engine), case.texts(case.model))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 def test_a_row_of_a_padded_batch_equals_the_row_alone(case: Case, streamed: zinfer.InferenceEngine) -> None:
     if "attention_mask" not in case.inputs or "pixel_values" in case.inputs:
         pytest.skip("takes no padding")
@@ -139,6 +139,7 @@ def test_a_row_of_a_padded_batch_equals_the_row_alone(case: Case, streamed: zinf
             torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4, msg=name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("class_name", ["BertForMaskedLM", "CLIPModel", "T5ForConditionalGeneration"])
 def test_a_module_in_memory_and_one_without_its_weights(class_name: str, tmp_path: Path) -> None:
     [family] = [family for family in FAMILIES if class_name in family.classes]
@@ -170,7 +171,7 @@ def test_t5_in_float16_keeps_what_overflows_wide(tmp_path: Path) -> None:
         torch.testing.assert_close(engine(**inputs).logits, wanted, rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "class_name",
     [

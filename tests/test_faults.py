@@ -106,6 +106,7 @@ def test_reads_that_fail_while_loading(
             assert torch.equal(logits_of(engine), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", HOMES_THAT_READ)
 @pytest.mark.parametrize("effect", READS)
 def test_reads_that_fail_while_running(
@@ -123,6 +124,7 @@ def test_reads_that_fail_while_running(
         assert len(own_descriptors()) == descriptors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", HOMES_THAT_LOAD)
 def test_files_that_vanish_while_loading(folder: Path, expected: torch.Tensor, device: str, homes: str) -> None:
     """After their headers were read, before their weights are."""
@@ -193,6 +195,7 @@ def test_a_device_that_fails_while_running(
         engine.destroy()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", ["resident", "mixed"])
 @pytest.mark.parametrize("num_good", [0, 2])
 def test_a_device_that_fails_while_loading(

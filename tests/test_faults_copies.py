@@ -125,7 +125,7 @@ def answer(engine: zinfer.InferenceEngine) -> torch.Tensor | None:
         return None
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("streamed", "share"), [("host", 0.2), ("disk", 0.01), ("both", 0.01)])
 @pytest.mark.parametrize("seed", range(4))
 def test_in_a_storm_of_faults_every_answer_that_comes_is_exact(

@@ -77,6 +77,7 @@ def own(original: Workplace, whole: bytes, tmp_path: Path) -> Workplace:
     return Workplace(Path(shutil.copytree(original.folder, tmp_path / "own")))
 
 
+@pytest.mark.slow
 def test_two_jobs_side_by_side_keep_out_of_each_others_files(original: Workplace, whole: bytes) -> None:
     """One checkpoint, one `nvme_path`, outputs in one folder, and files there that neither has made."""
     folder = original.folder
@@ -119,6 +120,7 @@ def test_a_foreign_file_with_the_name_of_a_temporary_one_survives(original: Work
     assert foreign.read_text() == "somebody else's"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", ["other bytes", "the same bytes"])
 def test_a_shard_that_is_rewritten_under_a_running_job(own: Workplace, whole: bytes, change: str) -> None:
     output = own.folder / "out.jsonl"
@@ -143,6 +145,7 @@ def test_a_shard_that_is_rewritten_under_a_running_job(own: Workplace, whole: by
     assert len(whole) // 10 <= len(kept) < len(whole), "some rows were written before, and not all of them"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("call", "code"),
     [

@@ -48,6 +48,7 @@ def large_config(homes: str, device: str) -> dict[str, object]:
     return {"zero_optimization": {"offload_param": offload}, "zinfer": budgets}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "homes", [home if home == "mixed" else pytest.param(home, marks=pytest.mark.slow) for home in HOMES]
 )
@@ -72,6 +73,7 @@ def test_twenty_engines_do_not_grow(small: Path, homes: str, device: str) -> Non
     assert grown_bytes < GROWTH_BYTES
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", ["resident", "host"])
 def test_a_failed_load_gives_its_memory_back(large: Path, homes: str) -> None:
     config = large_config(homes, "cpu")

@@ -31,6 +31,7 @@ def num_hooks(engine: InferenceEngine) -> int:
     return sum(len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in engine.layers)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("home", ["none", "nvme"])
 @pytest.mark.parametrize("place", [0, 2])
 def test_the_layer_that_broke_a_text_is_named(place: int, home: str, folder: Path, tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_masks_may_hold_infinities_and_what_lies_beside_them_may_not() -> None:
 PAIRS = {"bart": "BartForConditionalGeneration", "t5": "T5ForConditionalGeneration"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("family", "weight", "named"),
     [
@@ -191,6 +192,7 @@ CHOICES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("checks", [False, True], ids=["unasked", "asked"])
 @pytest.mark.parametrize("options", CHOICES, ids=lambda options: " ".join(options))
 def test_generate_names_the_layer_unasked(options: dict[str, Any], checks: bool, folder: Path) -> None:

@@ -58,6 +58,7 @@ def test_each_form_is_computed_until_it_is_captured(model: Path, monkeypatch: py
         assert llm.num_tokens - before == 2 * (3 + 5), "no prefix is left over"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zinfer", [{"max_sequences": 3}, {"tokens_per_pass": 100}, {"kv_cache_memory": "200KB"}])
 def test_small_passes_are_computed_alike(model: Path, zinfer: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     with LLM(model, {"zinfer": {"device": "cpu", "speculate": "off", **zinfer}}, interactive=True) as llm:

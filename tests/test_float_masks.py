@@ -116,7 +116,7 @@ def test_other_threads_and_later_calls_have_transformers_own() -> None:
     assert not ALL_ATTENTION_FUNCTIONS._local_mapping
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "mistral", "qwen3", "phi"])
 def test_masks_of_a_pass_do_not_grow_with_layers(family: str, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_few_tokens_over_pages_count_the_workspace_of_a_cpu(family: str) -> None
     assert on_gpu < workspace < on_cpu < workspace + (256 << 10)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [
@@ -148,6 +148,7 @@ def test_the_bound_holds_and_is_near(family: str, attention: str | None, width: 
         check_bound(find_footprint(spec, dtype, request, on_cuda=False), peak_bytes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_the_bound_holds_for_a_rank_that_every_pair_is_of(family: str) -> None:
     """As if the experts of the other ranks were chosen by no token; their tokens are copied once more."""
@@ -194,7 +195,7 @@ ENCODERS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ENCODERS)
@@ -229,6 +230,7 @@ def cache_bytes(cache: Any) -> int:
     return sum(state.untyped_storage().nbytes() for layer in cache.layers for state in (layer.keys, layer.values))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "mistral", "bloom", "deepseek_v3"])
 @pytest.mark.parametrize(("prompt_len", "num_passes"), [(96, 1), (96, 6), (8, 60)])
 def test_the_cache_is_counted_as_transformers_holds_it(family: str, prompt_len: int, num_passes: int) -> None:

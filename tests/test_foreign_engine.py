@@ -94,6 +94,7 @@ def write_quantized(
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_text_and_logits_are_those_of_the_codes(method: str, tmp_path: Path, device: str) -> None:
     model = write_quantized(tmp_path, method).to(device)
@@ -178,7 +179,7 @@ def write_quantized_experts(folder: Path, method: str, model: PreTrainedModel, g
     return full
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("make", "group_size"), [(tiny_mixtral, 32), (tiny_qwen3_moe, 64)], ids=["mixtral", "qwen3"])
 @pytest.mark.parametrize("method", [method for method in METHODS if "order" not in method])
 def test_experts_quantized_one_by_one(

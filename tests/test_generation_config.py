@@ -67,6 +67,7 @@ CASES = ["repetition_penalty", "suppress_tokens", "begin_suppress_tokens", "bad_
 CASES += ["forced_eos_token_id", "several"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_batches_and_padded_batches_are_as_transformers(
     name: str, folder: Path, caplog: pytest.LogCaptureFixture
@@ -107,6 +108,7 @@ def test_guesses_change_nothing(folder: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 9])
 def test_an_encoders_text_begins_and_ends_as_forced(tmp_path: Path, max_new_tokens: int) -> None:
     folder = tmp_path / "model"

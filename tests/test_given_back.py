@@ -62,7 +62,7 @@ def storages() -> Iterator[Storages]:
         gc.enable()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize(
     ("home", "options"),
@@ -87,6 +87,7 @@ def test_of_an_llm(
     assert storages.left(llm._model.module) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", ["none", "cpu", "nvme"])
 @pytest.mark.usefixtures("stand_in")
 def test_of_an_llm_that_replays_passes(folder: Path, prompts: list[list[int]], storages: Storages, home: str) -> None:
@@ -196,6 +197,7 @@ def test_of_an_engine(folder: Path, storages: Storages, homes: str) -> None:
     assert storages.left(engine.module) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [None, HOST])
 @pytest.mark.usefixtures("stand_in")
 def test_of_an_engine_that_replays_forwards(folder: Path, storages: Storages, config: Any) -> None:

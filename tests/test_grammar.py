@@ -30,6 +30,7 @@ def compiler() -> Iterator[GrammarCompiler]:
     made.close()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("structure", "message"),
     [

@@ -139,6 +139,7 @@ def test_lengths_of_many_kinds(engine: zinfer.InferenceEngine, tmp_path: Path) -
     engine.destroy()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -222,7 +223,7 @@ def say_nothing(self: object) -> None:
     raise NotImplementedError
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("part", "fails", "reason"),
     [

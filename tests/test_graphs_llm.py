@@ -96,7 +96,7 @@ def test_a_form_whose_graph_was_dropped_has_to_recur(
             assert graphs.counts.captured == num_captured
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "mistral", "gemma2", "deepseek_v2", "mixtral"])
 def test_families(family: str, tmp_path: Path, open_llm: Callable[..., LLM], device: str) -> None:
     folder = tmp_path / family

@@ -145,6 +145,7 @@ def test_tokens_are_those_alone_while_pages_are_lent(
         assert 0 < stats.bytes_to_device < stats.passes * stats.streamed_bytes_per_pass
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("lends_nothing")
 @pytest.mark.parametrize(
     "family",
@@ -170,6 +171,7 @@ def test_families(family: str, tmp_path: Path, device: str) -> None:
             assert llm.graphs.replayed == 2 * NUM_NEW - 2, llm.graphs
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_in_a_replay(
     folder: Path,
     prompts: list[list[int]],
@@ -197,6 +199,7 @@ def test_a_call_that_fails_in_a_replay(
         assert [each.token_ids for each in llm.generate(by_ids(prompts), GREEDY)] == alone
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("most_bytes", "lends", "replays"), [(1 << 20, False, True), (100, False, False), (100, True, True)]
 )

@@ -85,7 +85,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("homes", "num_slots", "extra"), CASES)
 def test_logits_are_those_of_resident_weights(
     folder: Path, ids: torch.Tensor, device: str, stand_in: StandIn, homes: str, num_slots: int, extra: dict[str, Any]
@@ -126,7 +126,7 @@ def test_kernels_that_begin_early(folder: Path, ids: torch.Tensor, homes: str, n
         assert engine.graphs.replayed > 3 * NEW
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("homes", "num_slots"), [("host", 3), ("disk", 2), ("mixed", 3)])
 def test_bytes_moved_are_those_of_pythons_launches(
     folder: Path, ids: torch.Tensor, device: str, homes: str, num_slots: int
@@ -155,6 +155,7 @@ def test_layers_alone_stream(folder: Path, ids: torch.Tensor, device: str) -> No
         assert engine.graphs.replayed > NEW
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_class", ["albert", "t5"])
 def test_other_families(model_class: str, device: str) -> None:
     """A module that runs several times a pass; layers that give tuples, and look at what an encoder made."""
@@ -247,6 +248,7 @@ def test_what_cannot_be_recorded_is_launched_by_python(
         assert engine.graphs.eager["cannot be captured: out of room"] > NEW, engine.graphs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_a_replay_that_is_cut_short(
     folder: Path, ids: torch.Tensor, device: str, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]

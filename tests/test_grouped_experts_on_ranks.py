@@ -41,6 +41,7 @@ def all_of_it(rank: int, jobs: list[Given], folders: list[Path], parallel: dict[
     return computed(rank, jobs), [texts(rank, folder, config(parallel)) for folder in folders]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_four_ranks_compute_what_one_does(tmp_path: Path, is_every: bool) -> None:
     """Families, homes, codes made while loading and codes of checkpoints, with five experts on two groups."""
@@ -103,6 +104,7 @@ def check_bytes(several: list[Found], alone: Found, homes: str) -> None:
         assert found[2].blocks_by_home == alone[2].blocks_by_home
 
 
+@pytest.mark.slow
 def test_a_job_on_four_ranks_writes_the_rows_of_one(tmp_path: Path) -> None:
     tokenizer = letters_tokenizer()
     tokenizer.save_pretrained(mixtral(tmp_path / "model", 4))
@@ -126,6 +128,7 @@ def test_parts_are_shared_by_two_groups(tmp_path: Path) -> None:
     assert sum(found[0][2].loaded_bytes for found in several) < 1.1 * alone[0][2].loaded_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("experts", "tensor"), [(2, 2), (3, 2), (2, 3)])
 def test_each_byte_of_experts_is_read_once(tmp_path: Path, experts: int, tensor: int) -> None:
     """Both where a checkpoint holds experts one by one, and where it holds them stacked, with their biases."""

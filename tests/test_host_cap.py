@@ -44,6 +44,7 @@ def swapped_most(llm: LLM) -> tuple[int, int, int]:
     return max(seen), llm.stats().host_bytes, llm.host_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("cap", "swaps"), [("400kB", "few"), ("20MB", "many")])
 def test_swapped_pages_are_within_the_cap(folder: Path, cap: str, swaps: str) -> None:
     with LLM(folder, device="cpu", max_host_memory=cap, **PAGES) as llm:
@@ -55,6 +56,7 @@ def test_swapped_pages_are_within_the_cap(folder: Path, cap: str, swaps: str) ->
     assert (most < 10) == (swaps == "few"), "a quarter of the pages, or less where the cap is small"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", [{}, DISK])
 def test_pages_in_host_memory_are_within_the_cap(folder: Path, homes: dict[str, Any]) -> None:
     with LLM(folder, homes, device="cpu", max_host_memory="2MB", kv_cache_tier="host", **PAGES) as llm:
@@ -82,6 +84,7 @@ def test_any_cap_is_kept_or_refused(folder: Path, cap: int, tier: str, on_disk: 
     assert cap <= least
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_cap_above_what_is_free_is_allowed_and_said(
     folder: Path, tier: str, caplog: pytest.LogCaptureFixture

@@ -42,7 +42,7 @@ def references(family: str, lengths: Sequence[int]) -> Reference:
     return reference
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "family",
     [

@@ -103,6 +103,7 @@ def test_a_refused_registration_leaves_the_memory_pageable_and_says_so(caplog: p
     buffer.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("pinning", "expected"), [({"pin_memory": False}, "staging"), ({}, "all")])
 def test_pin_memory_false_pins_the_staging_slots_only(
     tmp_path: Path, device: str, pinning: dict[str, bool], expected: str

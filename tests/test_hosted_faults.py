@@ -23,7 +23,7 @@ __all__ = ["alone", "folder", "prompts"]  # fixtures
 PARAMS = SamplingParams(max_new_tokens=NUM_NEW)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device failed")])
 @pytest.mark.parametrize("name", ["expect", "fetch_layer", "release_layer", "_fetch"])
 @pytest.mark.parametrize("num_good", [0, 3, 11])
@@ -57,7 +57,7 @@ def test_a_call_that_is_cut_short_leaves_the_next_one_right(
             assert [each.token_ids for each in llm.generate(by_ids(prompts), PARAMS)] == alone
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_that_are_left_and_closed_while_copies_are_late(
     folder: Path,

@@ -94,6 +94,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield made, llm
 
 
+@pytest.mark.slow
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(1, 20), st.integers(1, 12)),

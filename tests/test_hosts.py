@@ -66,6 +66,7 @@ def test_slurms_tasks_share_a_job_without_a_folder_of_all(nodes: tuple[Path, Pat
     assert {path.name for path in nodes[1].iterdir()} == {"model", "ds.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_both_hosts(nodes: tuple[Path, Path], whole: list[bytes], lost: int) -> None:
     job = Job(nodes[0], f"killed-{lost}.jsonl", *OPTIONS)

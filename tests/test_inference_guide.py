@@ -159,6 +159,7 @@ def quantized_first(folder: Path, num_ranks: int) -> Any:
 QUANTIZED: list[Block] = [in_eight_bits, with_a_quantization_config, quantized_first]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("block", EXACT, ids=lambda block: block.__name__)
 def test_a_block_computes_what_the_model_does(block: Block, gpt2: Path) -> None:
     expected = texts(loaded(gpt2).to(device))
@@ -196,6 +197,7 @@ def on_ranks(rank: int, folder: Path) -> tuple[list[list[str]], torch.Tensor]:
     return found, logits
 
 
+@pytest.mark.slow
 def test_two_processes_run_them(gpt2: Path) -> None:
     model = loaded(gpt2).to(device)
     expected, logits = texts(model), model(ids_of()).logits.detach().cpu()

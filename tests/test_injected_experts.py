@@ -44,7 +44,7 @@ def injected(folder: Path, config: dict[str, object], device: str = "cuda", **op
         engine.destroy()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_are_multiplied_in_groups_wherever_they_live(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
@@ -68,7 +68,7 @@ def test_experts_are_multiplied_in_groups_wherever_they_live(family: str, tmp_pa
         assert (nbytes[homes, True] > 0) == (homes != "resident")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_experts_by_the_kernel(family: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family).to(kernel_device)
@@ -90,6 +90,7 @@ def test_experts_of_no_tokens_give_none() -> None:
     assert found.shape == (0, width)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rules", [{"bits": 8}, {"bits": 4, "group_size": 32}], ids=str)
 def test_quantized_experts_are_those_of_each_alone(
     rules: dict[str, object], tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +113,7 @@ def test_quantized_experts_are_those_of_each_alone(
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_texts_of_quantized_experts_in_ragged_passes(family: str, tmp_path: Path, device: str) -> None:
     tiny_model(family).save_pretrained(tmp_path)
@@ -224,6 +226,7 @@ def test_what_is_set_later_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(experts(*given), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager"])
 def test_compiled_parts_go_around_it(backend: str) -> None:
     model = tiny_model("mixtral")

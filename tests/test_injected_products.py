@@ -35,7 +35,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield rows
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "num_packs"), [("gpt2", 0), ("llama", 4), ("opt", 2)])
 def test_a_model_computes_as_before(
     family: str, num_packs: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch

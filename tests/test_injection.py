@@ -34,7 +34,7 @@ def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids).logits
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_computes_as_before(family: str, device: str) -> None:
     model = tiny_model(family).to(device)

@@ -51,6 +51,7 @@ def true_errors(module: nn.Module) -> Iterator[dict[str, float]]:
         handle.remove()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_prompts", [2, 40])
 @pytest.mark.parametrize("section", [INT8, FP8], ids=["int8", "fp8"])
 @pytest.mark.parametrize(("family", "home"), [("llama", "none"), ("llama", "nvme"), ("gpt2", "cpu")])

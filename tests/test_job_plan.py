@@ -93,6 +93,7 @@ def test_seconds_are_those_of_the_slowest_resource(folder: Path) -> None:
     assert planned.seconds == pytest.approx(planned.simulated.seconds * 5000 / 4096)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("num_sequences", "kv_bytes", "error"),
     [(512, 300_000_000, 0.05), (3, 300_000_000, 0.05), pytest.param(64, 13_000_000, 0.1, id="cache of three rows")],
@@ -115,6 +116,7 @@ def test_a_sample_takes_as_many_passes_as_all_rows(
     assert found.seconds == pytest.approx(expected.seconds, rel=error)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", ["arrival", "longest_first"])
 def test_the_longest_of_few_rows_counts(folder: Path, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row in three hundred alone decides how many passes there are; a small sample leaves it out."""
@@ -245,6 +247,7 @@ def test_what_does_not_fit_and_what_is_too_long_is_told(folder: Path) -> None:
         plan_job(Case(outline, machine_with(1_500_000_000, 10**10), SETTINGS), Job(9, [8000], [193]))
 
 
+@pytest.mark.slow
 def test_fewer_bytes_are_advised_where_the_link_is_slow(folder: Path) -> None:
     outline, machine = outline_of(folder), machine_with(910_000_000, 10**10, rates(link_bytes_per_s=2e9))
     planned = plan_job(Case(outline, machine, SETTINGS), JOB)
@@ -425,6 +428,7 @@ def test_a_sample_is_from_all_over_the_rows_and_in_their_order(count: int) -> No
     assert abs(sum(rows.prompt_lens) / count - 50.5) <= 50 / count + 1
 
 
+@pytest.mark.slow
 def test_how_a_file_is_sorted_changes_its_plan_little(folder: Path) -> None:
     rng, lengths = random.Random(1), [20] * 900 + list(range(20, 520, 5))
     shuffled = rng.sample(lengths, len(lengths))

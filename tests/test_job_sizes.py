@@ -56,6 +56,7 @@ def run(model: Path, folder: Path, **options: Any) -> tuple[list[str], dict[str,
     return list(summary.notes), dict(manifest.sizes), read_rows(folder / "out.jsonl")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["max_token_latency", "draft_model"])
 def test_keys_that_are_no_whole_numbers_are_kept(model: Path, tmp_path: Path, key: str) -> None:
     config = {"zinfer": {key: str(model) if key == "draft_model" else 2.5}}
@@ -124,6 +125,7 @@ def test_only_speed_that_is_asked_for_quantizes_the_cache(
     assert said[2].startswith("plan: passes of 77 tokens")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["ngram", "off"])
 def test_whether_tokens_are_guessed_is_kept_whatever_the_rates_are_now(
     model: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -138,6 +140,7 @@ def test_whether_tokens_are_guessed_is_kept_whatever_the_rates_are_now(
         output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:9]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("keys", "chosen"), [({"speculate": "ngram"}, None), ({}, "ngram"), ({}, "off")])
 def test_tokens_are_guessed_in_a_job_whose_link_leaves_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], chosen: str | None
@@ -151,6 +154,7 @@ def test_tokens_are_guessed_in_a_job_whose_link_leaves_time(
     assert sizes.get("speculate") == chosen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("room", [{"kv_cache_memory": 500_000}, {"num_pages": 40}], ids=["bytes", "pages"])
 def test_a_small_job_runs_with_a_cache_of_another_dtype(
     model: Path, tmp_path: Path, monkeypatch: Any, room: dict[str, int]
@@ -175,6 +179,7 @@ def test_a_small_job_runs_with_a_cache_of_another_dtype(
     assert [texts[row["id"]] for row in given] == [each.text for each in found]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(pipeline=2), Mesh(zero=2)])
 def test_ranks_with_parts_of_a_model_are_planned_in_pages(model: Path, machine: Machine, mesh: Mesh) -> None:
     """Whose bytes differ among them."""

@@ -77,6 +77,7 @@ def test_a_job_that_was_cut_writes_the_same_bytes(
     assert output.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_sizes_that_were_chosen_are_kept_for_whoever_goes_on(model: Path, prompts: Path, output: Path) -> None:
     tight = {"zinfer": {"max_sequences": 5}}
     run(model, prompts, output, config=tight)
@@ -95,6 +96,7 @@ def test_sizes_that_were_chosen_are_kept_for_whoever_goes_on(model: Path, prompt
     assert summary.stats.passes > num_tokens / 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swaps", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_whether_texts_are_parked_on_the_disk_is_kept_whatever_the_rates_are_now(
     model: Path, prompts: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
@@ -128,6 +130,7 @@ def test_a_model_without_ragged_batches_is_padded_and_says_so(tmp_path: Path, ou
     assert [row["id"] for row in read_rows(output)] == [row["id"] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_the_job(
     model: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +154,7 @@ def test_a_terminal_is_shown_the_end(model: Path, prompts: Path, output: Path) -
     assert summary.num_done == len(ROWS) - 2
 
 
+@pytest.mark.slow
 def test_a_row_that_the_cache_cannot_hold_is_an_error_row_whenever_it_comes(
     model: Path, tmp_path: Path, output: Path
 ) -> None:

@@ -57,7 +57,7 @@ def ids_of(text: str) -> torch.Tensor:
     return torch.tensor([letters_tokenizer()(text).input_ids])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 @pytest.mark.parametrize(
     ("model_type", "class_name"),
@@ -87,6 +87,7 @@ def test_embeddings_are_those_of_each_text_alone(
         assert rows[text]["num_prompt_tokens"] == len(text)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("problem", [None, "multi_label_classification"])
 @pytest.mark.parametrize(
     ("model_type", "class_name"),
@@ -158,7 +159,7 @@ def test_where_nothing_can_be_set_aside_for_passes_it_is_said(tmp_path: Path, mo
     assert "weights may take too much: no width" in " ".join(result.stderr.split())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("config", [{}, {"check_finite": True}], ids=["unasked", "asked"])
 @pytest.mark.parametrize(
     ("model_type", "class_name", "task"),
@@ -183,6 +184,7 @@ def test_numbers_that_are_not_finite_are_an_error_of_the_row(
     assert damaged == rows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("class_name", "task", "weight", "named"),
     [

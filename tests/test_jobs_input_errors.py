@@ -30,6 +30,7 @@ def said(summary: JobSummary) -> str:
     return next((line for line in stream.getvalue().splitlines() if "rounded inputs" in line), "")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["batched", "padded", "embed"])
 def test_a_job_tells_the_errors_and_its_rows_do_not_show_them(
     way: str, model: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -239,6 +239,7 @@ def test_a_job_goes_on_with_a_converted_input_and_keeps_columns(name: str, model
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ordered", [False, True])
 def test_stdin_and_stdout_carry_rows_alone(ordered: bool, model: Path) -> None:
     words = ["run", "--model", str(model), "--input", "-", "--output", "-", "--device", "cpu", "--max-tokens", "4"]

@@ -69,6 +69,7 @@ def scores_of(row: dict[str, Any]) -> torch.Tensor:
     return torch.tensor(list(row["scores"].values()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("problem", "num_labels"),
     [
@@ -95,6 +96,7 @@ def test_scores_are_those_of_the_pipeline(
         assert rows[text]["scores"] == pytest.approx({each["label"]: each["score"] for each in wanted}, abs=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pads", [True, False], ids=["tokenizer-pads", "nothing-pads"])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_a_decoder_without_a_padding_token_labels_as_the_pipeline(model_type: str, pads: bool, tmp_path: Path) -> None:
@@ -106,6 +108,7 @@ def test_a_decoder_without_a_padding_token_labels_as_the_pipeline(model_type: st
         assert rows[text]["scores"] == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pad_token_id", [None, PAD_TOKEN_ID])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_prompts_that_hold_the_padding_token(model_type: str, pad_token_id: int | None, tmp_path: Path) -> None:

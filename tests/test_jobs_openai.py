@@ -222,7 +222,7 @@ def test_log_probabilities_have_their_shapes(model: Path, tmp_path: Path, option
     assert choices["text 0"]["logprobs"]["top_logprobs"] == only
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("num_kept", [0, 1, 13, 27, 40])
 def test_a_mixed_job_that_was_cut_writes_the_same_bytes(

@@ -102,6 +102,7 @@ def refusals(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     return read_rows(output)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_what_is_wrong_with_a_row_is_its_answer(refusals: list[dict[str, Any]], number: int) -> None:
     row, custom_id = refusals[number], f"row {number}"
@@ -138,6 +139,7 @@ def test_ids_of_both_forms_are_ids_of_one_job(model: Path, tmp_path: Path, outpu
         run(model, prompts, output)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "line",
     [

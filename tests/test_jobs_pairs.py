@@ -24,7 +24,7 @@ def saved(model_type: str, class_name: str, folder: Path) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("model_type", "class_name"),
     [("t5", "T5ForConditionalGeneration"), ("bart", "BartForConditionalGeneration")],
@@ -117,6 +117,7 @@ def test_models_that_do_not_go_on_with_texts_are_refused(
         run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", device="cpu")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [{}, {"check_finite": True}], ids=["unasked", "asked"])
 @pytest.mark.parametrize(
     ("model_type", "class_name", "named"),
@@ -150,6 +151,7 @@ def test_a_row_that_breaks_costs_no_other(
     assert found == {name: row for name, row in whole.items() if name != "bad"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("weight", "named"),
     [

@@ -18,6 +18,7 @@ from zinfer.jobs.request import manifest_path
 __all__ = ["model", "output", "prompts", "whole"]  # fixtures
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
@@ -96,6 +97,7 @@ def long_input(path: Path) -> Path:
     return write_rows(path, [*prompt_rows(4), *between, *tail])
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("change", "keeps_time"),
     [
@@ -126,6 +128,7 @@ def test_an_input_that_changes_under_way_stops_the_job(
     assert job(model, prompts, output).num_done == 8
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", ["the same bytes", "a new file"])
 def test_an_input_whose_rows_stay_may_be_written_again(model: Path, prompts: Path, output: Path, change: str) -> None:
     data = long_input(prompts).read_bytes()

@@ -96,6 +96,7 @@ def test_a_timeline_that_cannot_look_says_so_when_it_is_closed() -> None:
         timeline.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_a_job_writes_its_page(model: Path, tmp_path: Path, output: Path, is_padded: bool) -> None:
     page = tmp_path / "page.html"

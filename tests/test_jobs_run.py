@@ -72,6 +72,7 @@ def test_error_rows_alone_need_no_engine(model: Path, tmp_path: Path, output: Pa
     assert [row["id"] for row in read_rows(output)] == list(range(1, 2101))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kept_bytes", [0, 1, 700, 1500, 2600, -2, -1])
 def test_a_cut_output_is_completed_to_the_same_bytes(
     model: Path, prompts: Path, output: Path, whole: bytes, kept_bytes: int
@@ -113,6 +114,7 @@ def test_rows_missing_in_the_middle_get_the_same_bytes(model: Path, prompts: Pat
     assert sorted(output.read_bytes().splitlines(keepends=True)) == sorted(lines)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("error", "message"),
     [

@@ -93,6 +93,7 @@ def tune(file: Path) -> None:
     save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, file, {"format": "pt"})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_same_time", [True, False])
 def test_other_weights_in_files_of_the_same_size_are_refused(
     model: Path, prompts: Path, output: Path, has_same_time: bool

@@ -123,6 +123,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 CRASHES = ("group of another kind", "binary missing", "facts cut", "text of other bytes")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_kernel_is_compiled_again_and_the_others_are_kept(
     damage: str, kernels: Path, warned: Callable[[], list[str]]
@@ -139,6 +140,7 @@ def test_a_damaged_kernel_is_compiled_again_and_the_others_are_kept(
     assert sorted(0 if group is None else len(group) for group in groups) == [0, NUM_PARTS, NUM_PARTS]
 
 
+@pytest.mark.slow
 def test_triton_alone_would_end_the_job(intact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = [copied(intact, tmp_path / damage) for damage in CRASHES]
     for damage, cache in zip(CRASHES, caches, strict=True):
@@ -173,6 +175,7 @@ def test_kernels_that_somebody_deleted_are_missed(kernels: Path, warned: Callabl
     assert not are_compiled("model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seconds", [0.05, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 0.02, 0.1, 0.2))]
 )

@@ -83,6 +83,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         assert bool(products) == (name in on_tensor_cores), (name, products)
 
 
+@pytest.mark.slow
 def test_a_kernels_hash_does_not_depend_on_which_kernel_runs_first() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     children = [

@@ -40,7 +40,7 @@ def assert_equals_reference(matrix: QuantizedMatrix) -> None:
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("format", [*filter(has_whole_bytes, FORMATS), *FRAGMENTS], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_equals_the_reference(kernel_device: str, format: QuantFormat, dtype: torch.dtype) -> None:
@@ -64,7 +64,7 @@ def test_large_matrices(format: QuantFormat, dtype: torch.dtype, shape: Shape) -
     groups=st.integers(1, 9),
     group_size=st.integers(1, 70),
 )
-@hypothesis_settings(max_examples=60)
+@hypothesis_settings(hypothesis_settings.get_profile("kernels"))
 def test_any_shape(bits: int, symmetric: bool, rows: int, groups: int, group_size: int) -> None:
     device = "cpu" if INTERPRETED else "cuda"
     format = QuantFormat(4 if bits == 4 else 8, group_size, symmetric)

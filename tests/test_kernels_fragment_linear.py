@@ -48,7 +48,7 @@ def test_products(kernel_device: str, format: QuantFormat, dtype: torch.dtype, s
         assert_right(product(x, matrix, bias, programs), x, matrix, bias)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("tokens", range(1, 18))
 def test_every_number_of_tokens(kernel_device: str, tokens: int) -> None:

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
     has_bias=st.booleans(),
     seed=st.integers(0, 1 << 20),
 )
-@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@hypothesis_settings(
+    hypothesis_settings.get_profile("kernels"), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_products(
     dtype: torch.dtype, kernel_device: str, tokens: tuple[int, ...], rows: int, columns: int, has_bias: bool, seed: int
 ) -> None:

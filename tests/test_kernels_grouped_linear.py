@@ -87,7 +87,7 @@ def groups_of(counts: list[int], share: int, device: str) -> Groups:
     return Groups.of(experts.to(device), len(counts))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize(
     ("format", "dtype"),
@@ -105,6 +105,7 @@ def test_every_form(kernel_device: str, format: QuantFormat | None, dtype: torch
         assert_right(grouped_linear_kernel(x, weight, groups, bias, TILES), x, weight, groups, bias)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(12)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -150,7 +151,7 @@ def test_which_pairs_each_read_their_matrix(monkeypatch: pytest.MonkeyPatch, mix
     assert calls == ["chosen_linear"] + 3 * ["grouped_linear_kernel"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("format", WORDS, ids=str)
@@ -203,6 +204,7 @@ def test_columns_in_quarters(kernel_device: str, dtype: torch.dtype) -> None:
             assert torch.equal(in_quarters(x), x.view(tokens, columns // 4, 4).permute(2, 0, 1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("format", [None, QuantFormat(8), QuantFormat(4), FRAGMENTS[1]], ids=str)
 def test_a_row_for_each_pair_without_bias_and_in_the_tables_tiles(
@@ -240,7 +242,7 @@ def test_matrices_that_lie_transposed(kernel_device: str, dtype: torch.dtype) ->
     block_tokens=st.sampled_from([16, 32]),
     block_rows=st.sampled_from([32, 64]),
 )
-@hypothesis_settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@hypothesis_settings(hypothesis_settings.get_profile("kernels"), suppress_health_check=[HealthCheck.too_slow])
 def test_however_tokens_are_spread(
     format: QuantFormat | None,
     counts: list[int],
@@ -335,7 +337,7 @@ def test_groups_are_of_one_expert_each() -> None:
     experts=st.sampled_from([1, 4, 8, 33, 128]),
     skew=st.sampled_from([1, 3, 40]),
 )
-@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@hypothesis_settings(hypothesis_settings.get_profile("kernels"), suppress_health_check=[HealthCheck.too_slow])
 def test_few_pairs_are_put_in_order_by_a_kernel(tokens: int, chosen: int, experts: int, skew: int) -> None:
     device = "cpu" if INTERPRETED else "cuda"
     choice = torch.rand(tokens, chosen, device=device).pow(skew).mul(experts).long()

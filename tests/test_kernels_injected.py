@@ -45,7 +45,9 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
     kind=st.sampled_from(["plain", "about 1", "centred", "bias"]),
     seed=st.integers(0, 1 << 20),
 )
-@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(
+    hypothesis_settings.get_profile("kernels"), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_norms(dtype: torch.dtype, kernel_device: str, rows: int, width: int, kind: str, seed: int) -> None:
     torch.manual_seed(seed)
     x = (3 * torch.randn(rows, 2 * width) + 1).to(dtype).to(kernel_device)[:, width:]  # rows lie apart
@@ -74,6 +76,7 @@ def test_a_row_that_no_program_holds(kernel_device: str) -> None:
     torch.testing.assert_close(norm(x, weight, NormKind(1e-6)), norm_ref(x, weight, NormKind(1e-6)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(
     batch=st.integers(1, 2),
@@ -84,7 +87,9 @@ def test_a_row_that_no_program_holds(kernel_device: str) -> None:
     is_shared=st.booleans(),
     seed=st.integers(0, 1 << 20),
 )
-@hypothesis_settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(
+    hypothesis_settings.get_profile("kernels"), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_rotations(
     dtype: torch.dtype,
     kernel_device: str,
@@ -119,10 +124,13 @@ def test_rotations_are_those_of_transformers() -> None:
         torch.testing.assert_close(rotate(queries, keys, cos, sin, interleaved=interleaved), wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(rows=st.integers(1, 4), width=st.sampled_from([1, 96, 2048, 5000]), seed=st.integers(0, 1 << 20))
-@hypothesis_settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(
+    hypothesis_settings.get_profile("kernels"), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_gates_and_activations(
     activation: Activation, dtype: torch.dtype, kernel_device: str, rows: int, width: int, seed: int
 ) -> None:

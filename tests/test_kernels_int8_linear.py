@@ -26,6 +26,7 @@ def assert_equals_reference(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found.float(), wanted.float(), rtol=place, atol=max(scale, 1.0) * 1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*SMALL, Shape(70, 40, 77)], ids=str)

@@ -154,7 +154,7 @@ def cases(draw: st.DrawFn) -> AttentionCase:
 
 
 @given(case=cases(), seed=st.integers(0, 1 << 20))
-@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@hypothesis_settings(hypothesis_settings.get_profile("kernels"), suppress_health_check=[HealthCheck.too_slow])
 def test_any_layer(case: AttentionCase, seed: int) -> None:
     torch.manual_seed(seed)
     call = attention_call(case, DEVICE)
@@ -289,7 +289,7 @@ def passes(draw: st.DrawFn) -> AttentionCase:
 
 
 @given(case=passes(), seed=st.integers(0, 1 << 20))
-@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@hypothesis_settings(hypothesis_settings.get_profile("kernels"), suppress_health_check=[HealthCheck.too_slow])
 def test_the_cpu_pads_groups_of_any_pass(case: AttentionCase, seed: int) -> None:
     torch.manual_seed(seed)
     assert_like_the_reference(attention_call(case, "cpu"))

@@ -21,7 +21,7 @@ KERNEL_DTYPES = [torch.int8, pytest.param(FLOAT8, marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("dtype", [torch.int8, FLOAT8], ids=str)
 @given(values=ARRAYS)
-@hypothesis_settings(max_examples=60)
+@hypothesis_settings(hypothesis_settings.get_profile("kernels"))
 def test_tokens_are_quantized_within_half_a_step(dtype: torch.dtype, values: object) -> None:
     x = torch.as_tensor(values)
     codes, scales = quantize_tokens_ref(x, dtype)
@@ -37,7 +37,7 @@ def test_tokens_are_quantized_within_half_a_step(dtype: torch.dtype, values: obj
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @given(values=ARRAYS)
-@hypothesis_settings(max_examples=60)
+@hypothesis_settings(hypothesis_settings.get_profile("kernels"))
 def test_the_kernel_equals_the_reference(dtype: torch.dtype, values: object) -> None:
     x = torch.as_tensor(values).to("cpu" if INTERPRETED else "cuda")
     codes, scales = quantize_tokens_kernel(x, dtype)

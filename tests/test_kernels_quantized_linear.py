@@ -130,7 +130,7 @@ def test_the_same_arguments_give_the_same_bits(kernel_device: str, format: Quant
     group_size=st.sampled_from([32, 64, 96, 160]),
     programs=st.sampled_from([1, 50]),
 )
-@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@hypothesis_settings(hypothesis_settings.get_profile("kernels"), suppress_health_check=[HealthCheck.too_slow])
 def test_a_token_does_not_see_the_others(
     bits: int, symmetric: bool, tokens: int, rows: int, groups: int, group_size: int, programs: int
 ) -> None:

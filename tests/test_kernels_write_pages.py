@@ -50,7 +50,7 @@ def both_written(
     seed=st.integers(0, 1 << 20),
 )
 @example(7, 5, 192, 8, 1, torch.float16, torch.float8_e4m3fn, 427)
-@hypothesis_settings(max_examples=40)
+@hypothesis_settings(hypothesis_settings.get_profile("kernels"))
 def test_the_kernel_writes_what_the_reference_writes(
     tokens: int,
     kv_heads: int,

@@ -75,7 +75,9 @@ def assert_same(found: Places, wanted: Places) -> None:
 )
 @example(1, 25, 1, 64, 64, torch.float16, "a part", 9, 3)  # one program
 @example(4, 5, 40, 112, 128, torch.float16, "transposed", 7, 0)  # 25 programs
-@hypothesis_settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(
+    hypothesis_settings.get_profile("kernels"), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_the_kernel_writes_what_the_reference_writes(
     kernel_device: str,
     batch: int,

@@ -97,7 +97,8 @@ def left_of(sizes: list[PassSize], fewer: list[PassSize]) -> list[PassSize] | No
     return left if following is None else None
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("num_pages", "options"),
     [
@@ -145,6 +146,7 @@ def cut_short(rank: int, folder: Path, parallel: dict[str, int]) -> tuple[list[b
     return [one == other for one, other in pairs if one.prompt_index not in known], len(sizes), len(computed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("pipeline", marks=pytest.mark.slow), "tensor"])
 def test_ranks_that_make_the_same_passes_leave_out_the_same(letters: Path, mode: str) -> None:
     leader, follower = run_ranks(2, cut_short, letters, {mode: 2})

@@ -56,6 +56,7 @@ def test_a_pass_has_as_many_tokens_as_the_time_has_room_for(curve: Any, latency_
     assert found.reachable_s == max(latency_s, FREE_SLACK * curve(1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", range(25))
 def test_measured_passes_correct_a_wrong_prediction(number: int) -> None:
     """One up to four times too high or too low; also after the device was busy for ten passes."""
@@ -160,6 +161,7 @@ def test_an_llm_keeps_to_the_order_and_says_what_it_says_without(
             assert max(size.num_tokens for size, _ in llm.passes()) == 8
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("config", "most"),
     [

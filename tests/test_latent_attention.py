@@ -28,7 +28,7 @@ def test_a_token_leaves_one_latent_and_one_turned_key(family: str) -> None:
     assert shape.token_bytes(torch.int8) == config.num_hidden_layers * (24 + 4)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("home", ["none", "nvme"])
 def test_weights_that_are_quantized_are_taken_apart_too(family: str, home: str, tmp_path: Path) -> None:

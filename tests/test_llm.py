@@ -82,6 +82,7 @@ def test_sampled_tokens_are_those_alone(llm: LLM, prompts: list[list[int]]) -> N
     assert [each.token_ids for each in together] != [each.token_ids for each in other]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [None, 7])
 def test_samples_differ_and_their_seeds_repeat_them(llm: LLM, prompts: list[list[int]], seed: int | None) -> None:
     params = SamplingParams(max_new_tokens=8, temperature=3.0, n=4, seed=seed)
@@ -131,6 +132,7 @@ def test_prefixes_are_found_until_they_are_forgotten(folder: Path) -> None:
         assert llm.num_new_tokens == 3
 
 
+@pytest.mark.slow
 def test_the_longest_begin_first_if_asked(folder: Path, prompts: list[list[int]], alone: list[tuple[int, ...]]) -> None:
     """Two at a time: what is complete first is not what came first."""
     ends: dict[str, list[int]] = {}
@@ -157,6 +159,7 @@ def test_log_probabilities(llm: LLM, folder: Path, prompts: list[list[int]], alo
         assert each.top_ids == wanted[step].topk(2).indices.tolist()
 
 
+@pytest.mark.slow
 def test_a_window_that_nothing_heeds(tmp_path: Path, prompts: list[list[int]]) -> None:
     tiny_checkpoint("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -179,6 +182,7 @@ def demo_answers(llm: LLM) -> list[Completion]:
     return llm.generate([row["prompt"] for row in rows], SamplingParams(max_new_tokens=8))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "least"), [("auto", 200), ("int8", 198), pytest.param("fp8", 190, marks=pytest.mark.slow)]
 )
@@ -403,6 +407,7 @@ def test_memory_that_was_given_to_nobody_is_not_lent(
     assert stats.bytes_to_device >= (stats.passes - 1) * stats.disk_bytes_per_pass
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "lens", "num_new"), [("llama", [4] * 12, 8), ("mistral", [120], 4)])
 def test_lent_pages_hold_no_call_back_for_more_than_a_pass(
     family: str, lens: list[int], num_new: int, tmp_path: Path

@@ -50,6 +50,7 @@ def test_a_pass_that_is_cut_short_leaves_nothing_behind(
     assert [each.token_ids for each in llm.generate(by_ids(prompts), params)] == alone
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
@@ -239,7 +240,7 @@ def test_a_family_is_refused_before_a_quantized_copy_is_written(tmp_path: Path) 
     assert list(copies.iterdir()) == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("owner", "name"), [(Workload, "add"), (WaitingQueue, "add"), (Scheduler, "end")])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
 def test_a_failure_around_a_pass_leaves_the_next_one_right(

@@ -20,6 +20,7 @@ def test_a_missing_shard(sharded: Path, tmp_path: Path) -> None:
         refused(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -44,6 +45,7 @@ def test_a_whole_layer_missing_is_counted(llama: Path, tmp_path: Path) -> None:
         refused(changed(llama, tmp_path / "model", keep, num_hidden_layers=5))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", ["model.layers.0.mlp.spare.weight", "model.layers.4.mlp.up_proj.weight", "classifier.weight"]
 )
@@ -63,6 +65,7 @@ def test_a_bias_that_the_model_has_no_place_for(llama: Path, tmp_path: Path) -> 
         refused(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(64, 64, 1), (64, 32), (32, 64), (4096,), ()])
 def test_a_misshapen_weight(llama: Path, tmp_path: Path, shape: tuple[int, ...]) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
@@ -80,6 +83,7 @@ def test_a_transposed_weight(llama: Path, tmp_path: Path) -> None:
         refused(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.uint8, torch.bool, torch.int64])
 def test_an_integer_weight(llama: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
@@ -102,6 +106,7 @@ def test_a_file_in_place_of_a_folder(llama: Path) -> None:
         refused(llama / "model.safetensors")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["nonesuch", "vit", "t5", "clip"])
 def test_an_architecture_without_a_causal_language_model(llama: Path, tmp_path: Path, model_type: str) -> None:
     folder = changed(llama, tmp_path / "model", keep, model_type=model_type, architectures=["Nonesuch"])
@@ -110,6 +115,7 @@ def test_an_architecture_without_a_causal_language_model(llama: Path, tmp_path: 
     assert len(str(caught.value)) < 1000, "not a list of all families"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "change",
     [
@@ -128,12 +134,14 @@ def test_a_config_that_transformers_cannot_build(llama: Path, tmp_path: Path, ch
         refused(changed(llama, tmp_path / "model", keep, **change))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", [None, 3, b"model", {"model": 1}], ids=repr)
 def test_something_that_is_no_model(model: object) -> None:
     with pytest.raises((ZinferError, TypeError), match="model"):
         refused(model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", ["{", "[1]", "", "\xff", '{"max_new_tokens": -3}'], ids=repr)
 def test_a_malformed_generation_config(llama: Path, tmp_path: Path, text: str) -> None:
     folder = shutil.copytree(llama, tmp_path / "model")

@@ -52,7 +52,7 @@ def with_odd_header(source: Path, target: Path, remainder: int) -> Path:
     return target
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("remainder", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_data_at_odd_offsets(
@@ -87,6 +87,7 @@ def test_a_layer_split_over_shards(llama: Path, tmp_path: Path, batch: Tensors) 
     check_logits(folder, eager_logits(llama, batch), batch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_checkpoints_own_dtype_is_kept(tmp_path: Path, batch: Tensors, dtype: torch.dtype) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "model", num_layers=2, shards=1, dtype=dtype)

@@ -38,6 +38,7 @@ def write(path: Path, members: object) -> Path:
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [{}, HOST, DISK], ids=["free", "host", "disk"])
 def test_a_json_file_of_files(
     sharded: Path, batch: Tensors, tmp_path: Path, config: dict[str, object], monkeypatch: pytest.MonkeyPatch

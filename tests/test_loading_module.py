@@ -53,6 +53,7 @@ def test_a_meta_module_without_a_checkpoint(llama: Path) -> None:
         refused(meta_twin(llama))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [{}, HOST, DISK], ids=["free", "host", "disk"])
 @pytest.mark.parametrize("twin", [meta_twin, empty_twin])
 def test_a_meta_module_with_its_checkpoint(
@@ -121,6 +122,7 @@ def test_a_folder_and_another_checkpoint_contradict_each_other(llama: Path, shar
         refused(llama, checkpoint=str(sharded))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 @pytest.mark.parametrize("config", [{}, HOST], ids=["free", "host"])
 def test_a_module_in_memory_is_taken_over(batch: Tensors, family: str, config: dict[str, object]) -> None:
@@ -216,6 +218,7 @@ def test_a_module_has_one_engine_at_a_time(llama: Path, batch: Tensors, config: 
         assert torch.equal(first(**batch).logits, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [{}, HOST], ids=["free", "host"])
 def test_a_module_that_an_engine_has_emptied_needs_a_checkpoint(
     llama: Path, batch: Tensors, config: dict[str, object]

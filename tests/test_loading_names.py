@@ -92,6 +92,7 @@ def test_a_tied_file_that_holds_the_head_only(tmp_path: Path, batch: Tensors) ->
     check_logits(other, eager_logits(folder, batch), batch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_a_tied_file_that_holds_both_alike(tmp_path: Path, batch: Tensors, family: str) -> None:
     folder = tiny_checkpoint(family, tmp_path / "tied", num_layers=2, shards=1, tie=True)

@@ -148,11 +148,14 @@ def served(rank: int, folder: Path, size: int, several: list[dict[str, Any]]) ->
     return found
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_calls_of_several_threads_make_equal_passes(folder: Path, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "num_configs"),
+    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)],
+)
+def test_calls_of_several_threads_make_equal_passes(folder: Path, size: int, num_configs: int) -> None:
     few_pages = {"speculate": "ngram", "kv_cache_memory": NUM_PAGES * SIZES["kv_page_size"] * token_bytes(folder)}
     configs = [few_pages, {"admission_order": "longest_first", "kv_cache_tier": "host", "max_sequences": 5}]
-    first, *others = run_ranks(size, served, folder, size, configs if size == 2 else configs[:1])
+    first, *others = run_ranks(size, served, folder, size, configs[:num_configs])
     for found in others:
         assert found == first
     assert all(len(passes) > 50 and results.keys() == set(range(NUM_THREADS + 1)) for passes, results in first)
@@ -233,6 +236,7 @@ def unclosed(rank: int, folder: Path) -> list[str]:
     return found + [each.text for each in _kept[0].generate("abcd", max_new_tokens=5) if rank == 0]
 
 
+@pytest.mark.slow
 def test_processes_end_without_closing(folder: Path) -> None:
     first, second = run_ranks(2, unclosed, folder)
     assert first[:2] == second
@@ -258,6 +262,7 @@ def agreed(rank: int, folder: Path) -> tuple[list[tuple[int, ...]], str]:
         return found, str(error)
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_least_sizes(folder: Path) -> None:
     first, second = run_ranks(2, agreed, folder)
     assert first == second
@@ -351,6 +356,7 @@ def lasting(rank: int, folder: Path, notes: Path) -> str:
     return "ended"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_other(folder: Path, tmp_path: Path, lost: int, number: signal.Signals) -> None:

@@ -37,6 +37,7 @@ def in_groups(rank: int, model: Path, rows: Path, output: Path, options: dict[st
         return run_job(model, rows, output, config=PARALLEL, device="cpu", batch_size=3, **options)
 
 
+@pytest.mark.slow
 def test_groups_of_ranks_write_each_row_once(folder: Path) -> None:
     files = (folder / "model", folder / "in.jsonl")
     with one_thread():
@@ -54,6 +55,7 @@ def test_groups_of_ranks_write_each_row_once(folder: Path) -> None:
     assert said["ranks"] == f"4, 2 to each pass: {', '.join(map(str, passes))} passes"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model_type", "class_name", "options"),
@@ -77,6 +79,7 @@ def test_encoders_and_padded_batches_are_computed_together(
     assert third == fourth > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (2, 1, 0))])
 def test_a_killed_rank_of_any_group_ends_all(folder: Path, lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("test_ranks_jobs.start", partial(start, prepare=(keep_step, (2,))))

@@ -42,7 +42,7 @@ def lose(way: str, numbers: tuple[int, ...]) -> None:
             os.dup2(screen, number)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("numbers", [(1,), (2,), (1, 2)], ids=["stdout", "stderr", "both"])
 @pytest.mark.parametrize("way", ["closed", "full", "without a reader", "a terminal that is gone"])
 def test_a_job_ends_as_if_it_were_seen(
@@ -72,7 +72,7 @@ def test_a_closed_terminal_ends_a_job_as_sigterm_does(model: Path, prompts: Path
     assert 0 < len(read_rows(output)) < 22
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_terminal", [True, False])
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left"), ValueError("closed")])
 def test_a_console_that_fails_ends_no_job_of_a_caller(
@@ -118,6 +118,7 @@ def test_a_stream_that_is_busy_shows_what_comes_later() -> None:
         stream.write(b"bytes")  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shell", "code", "said"),
     [

@@ -33,6 +33,7 @@ def rounded(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_every_home_gives_the_same_bits(kind: str, tmp_path: Path, device: str) -> None:
     model = write_module(random_model(kind), tmp_path / "model")
@@ -57,6 +58,7 @@ def test_every_home_gives_the_same_bits(kind: str, tmp_path: Path, device: str) 
     assert error < 0.05
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_modules_hold_the_rounded_weights(kind: str, tmp_path: Path, device: str) -> None:
     model = write_module(random_model(kind), tmp_path / "model")

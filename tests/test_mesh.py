@@ -130,6 +130,7 @@ def computed(rank: int, folder: Path, meshes: list[object], num_calls: int) -> l
     return found
 
 
+@pytest.mark.slow
 def test_replicas_compute_the_bits_of_one_process_and_share_no_bytes(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", tmp_path, num_layers=NUM_LAYERS, tie=False)
     meshes: list[object] = [{"replicas": 2, "zero": 2}, {"replicas": 4}]
@@ -182,6 +183,7 @@ def test_a_job_of_replicas_writes_each_row_once(folder: Path) -> None:
     assert sum(stats.passes > 0 for stats in ranks if stats) == 4, "all ranks compute"
 
 
+@pytest.mark.slow
 def test_a_lost_replica_ends_the_job(folder: Path) -> None:
     (folder / "many").mkdir()
     write_rows(folder / "many" / "in.jsonl", prompt_rows(1500))
@@ -229,6 +231,7 @@ def measured_job(rank: int, folder: Path, cache: Path, parallels: list[object]) 
     return [job(rank, folder, f"{cache.name}-{place}.jsonl", each, **options) for place, each in enumerate(parallels)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gather_bytes_per_s", "chosen"), [(1e3, "replicas 2"), pytest.param(1e12, "zero 2", marks=pytest.mark.slow)]
 )
@@ -281,6 +284,7 @@ def leaving(rank: int, folder: Path) -> str:
     return "left"
 
 
+@pytest.mark.slow
 def test_a_replica_that_ends_early_leaves_the_others(tmp_path: Path) -> None:
     assert run_ranks(3, leaving, tiny_checkpoint("llama", tmp_path, num_layers=NUM_LAYERS)) == ["left"] * 3
 

@@ -253,6 +253,7 @@ def test_stages_take_the_seconds_of_the_fullest(outline: Outline, mesh: Mesh, nu
     assert len(outline.tree.model.layers) == 14, "the outline is left as it was"
 
 
+@pytest.mark.slow
 def test_a_job_keeps_a_part_of_its_rows_in_each_stage(outline: Outline) -> None:
     case = Case(outline, machine_with(2_000_000_000, 10**10, SLOW), FROM_HOST)
     job = Job(64, [16], [8])
@@ -319,6 +320,7 @@ def test_the_command_lists_and_chooses(tmp_path: Path) -> None:
     assert found["parallel"] == found["meshes"][0]["parallel"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

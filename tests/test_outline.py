@@ -72,7 +72,7 @@ def test_a_stated_dtype_decides_how_wide_weights_are(tmp_path: Path) -> None:
 PLANNED = [name for name, known in KNOWN_MODELS.items() if known.config is not None]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(26)
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_published_model_is_planned_with_its_published_size(name: str) -> None:
     known = KNOWN_MODELS[name]
@@ -123,7 +123,7 @@ def test_a_folder_comes_before_a_published_model(tmp_path: Path, monkeypatch: py
     assert len(read_outline("opt-30b").layers) == SMALL_LLAMA["num_hidden_layers"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_large_models_have_their_published_number_of_parameters(name: str, tmp_path: Path) -> None:
     outline = read_outline(write_config(tmp_path, CONFIGS[name]))
@@ -168,6 +168,7 @@ def test_a_state_of_unknown_size_is_refused(tmp_path: Path) -> None:
         read_outline(write_config(tmp_path, config))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", [QuantRule(bits=8), QuantRule(bits=4, group_size=128)], ids=str)
 def test_a_model_quantized_later_is_the_one_quantized_at_once(tmp_path: Path, rule: QuantRule) -> None:
     outline = outline_of(write_config(tmp_path, SMALL_LLAMA))

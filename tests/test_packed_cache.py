@@ -242,6 +242,7 @@ def test_what_is_damaged_or_foreign_names_the_key(model: Path, tmp_path: Path) -
         start(model, tmp_path / "nvme", INT4)
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_where_its_weights_come_from_elsewhere(tmp_path: Path) -> None:
     """The job is one of the model that was named, wherever its blocks live."""
     model, prompts, output = letters_model(tmp_path / "model"), tmp_path / "in.jsonl", tmp_path / "out.jsonl"

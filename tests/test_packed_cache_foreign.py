@@ -19,6 +19,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["gptq", "gptq in activation order", "awq"])
 def test_other_tools_checkpoints_need_no_rules(
     tmp_path: Path, batch: dict[str, torch.Tensor], method: str, monkeypatch: pytest.MonkeyPatch

@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("homes", HOMES)
 def test_weights_move_as_many_bytes_as_apart(folder: Path, homes: str) -> None:
     found = {}
@@ -126,7 +126,7 @@ QUANTIZED: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("homes", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_weights_are_one_matrix_too(

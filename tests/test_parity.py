@@ -71,7 +71,7 @@ def check_homes_and_bytes(stats: RunStats, homes: str) -> None:
     assert (stats.disk_bytes_per_pass == 0) == (homes in ("resident", "host"))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("homes", STREAMED)
 def test_the_synchronous_twin_gives_the_same_bits(
     folder: Path, batch: dict[str, torch.Tensor], homes: str, device: str
@@ -100,7 +100,7 @@ def test_a_row_of_a_padded_batch_equals_the_prompt_alone(folder: Path, homes: st
             assert row[-12:].tolist() == alone[0, -12:].tolist()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("homes", ["disk", "host"])
 def test_sampling_follows_the_seed_as_in_transformers(
     folder: Path, batch: dict[str, torch.Tensor], homes: str, device: str
@@ -115,7 +115,7 @@ def test_sampling_follows_the_seed_as_in_transformers(
         assert torch.equal(engine.generate(**batch, **options), expected)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("homes", STREAMED)
 def test_a_cast_on_the_way_equals_a_cast_beforehand(
@@ -131,7 +131,7 @@ def test_a_cast_on_the_way_equals_a_cast_beforehand(
         assert torch.equal(engine(**batch).logits, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("homes", STREAMED)
 def test_tied_and_untied_heads(

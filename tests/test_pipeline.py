@@ -158,6 +158,7 @@ def of_modules(rank: int, folder: Path, homes: Path | None) -> tuple[torch.Tenso
     return logits, names, 0
 
 
+@pytest.mark.slow
 def test_stages_of_modules_in_memory_and_of_packed_copies(folders: dict[str, Path], tmp_path: Path) -> None:
     ids = torch.tensor(random_prompts(1, min_tokens=7, max_tokens=7))
     model = tiny_model("llama", num_layers=NUM_LAYERS, tie=True)

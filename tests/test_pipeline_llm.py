@@ -93,6 +93,7 @@ def few_pages(folder: Path, stages: int, num_pages: int = 13) -> int:
     return num_pages * PAGE_SIZE * token_bytes(folder) * -(-NUM_LAYERS // stages) // NUM_LAYERS
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_stages_tell_what_one_process_tells(folder: Path, stages: int) -> None:
     def several(stages: int) -> list[dict[str, Any]]:
@@ -210,6 +211,7 @@ def broken(rank: int, folder: Path, stages: int) -> list[Text]:
         return [(each.token_ids, each.finish_reason, each.error) for each in found]
 
 
+@pytest.mark.slow
 def test_broken_logits_are_told_alike_on_all_stages(tmp_path: Path) -> None:
     model = tiny_model("llama", num_layers=NUM_LAYERS, tie=False)
     model.get_input_embeddings().weight.data[27] = float("nan")
@@ -236,6 +238,7 @@ def lasting(rank: int, folder: Path, notes: Path) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_stage_ends_the_others(folder: Path, tmp_path: Path, lost: int) -> None:
     with Ranks(3, lasting, folder, tmp_path) as ranks:
@@ -259,6 +262,7 @@ def job(rank: int, folder: Path, output: str, parallel: dict[str, int]) -> JobSu
     return run_job(*files, config=settings, device="cpu", batch_size=3)
 
 
+@pytest.mark.slow
 def test_a_job_on_replicas_of_two_stages_writes_each_row_once(tmp_path: Path) -> None:
     letters_model(tmp_path / "model", num_layers=4)
     write_rows(tmp_path / "in.jsonl", prompt_rows(24))

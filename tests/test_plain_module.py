@@ -29,6 +29,7 @@ def logits_of(model: nn.Module, **kwargs: Any) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [{}, HOST, HOST | SMALL], ids=["free", "host", "small"])
 @pytest.mark.parametrize("policy", [POLICY, {Block: "attn.out_proj"}, {"Block": ()}], ids=["class", "text", "name"])
 def test_a_plain_module_streams_its_blocks(config: dict[str, object], policy: dict[Any, Any]) -> None:
@@ -106,6 +107,7 @@ class Nested(nn.Module):
         return self.tail[1](self.tail[0](x, x))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("make", "found"),
     [
@@ -140,6 +142,7 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("config", [{}, HOST, {"replace_with_kernel_inject": True}], ids=["free", "host", "kernels"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_a_single_layer_stays_on_the_device(make: Any, config: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,6 +164,7 @@ def test_an_engine_is_no_model() -> None:
         refused(engine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -210,6 +214,7 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"type": "ds_model", "checkpoints": [str(path)], "version": 1.0}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("config", [{}, HOST, DISK, DISK | SMALL], ids=["free", "host", "disk", "small"])
 def test_an_empty_plain_module_with_its_checkpoint(config: dict[str, object], listed: dict[str, Any]) -> None:
     with OnDevice(torch.float32, device="meta"):
@@ -269,6 +274,7 @@ def test_what_a_plain_modules_checkpoint_must_hold(listed: dict[str, Any]) -> No
         refused(lost, injection_policy=POLICY, checkpoint=listed)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_empty", [False, True], ids=["memory", "checkpoint"])
 def test_a_block_that_is_used_several_times_in_a_pass(is_empty: bool, tmp_path: Path) -> None:
     def recurrent(model: Decoder) -> Decoder:

@@ -50,7 +50,7 @@ def document(result: Result) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(75)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_config_alone_is_planned_for_a_preset(name: str, preset: str, tmp_path: Path) -> None:
     options = ("--machine", preset, "--batch-size", "4", "--prompt-len", "256", "--new-tokens", "32")
@@ -312,6 +312,7 @@ def test_a_host_with_next_to_nothing_is_planned_or_refused(tmp_path: Path) -> No
         assert not isinstance(ended.exception, ArithmeticError)
 
 
+@pytest.mark.slow
 def test_a_cap_is_named_with_its_own_figure_where_devices_divide_layers(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     options = (
@@ -411,6 +412,7 @@ def test_a_plan_begins_with_its_answer_and_says_what_does_not_run_yet(tmp_path: 
     assert weights["model"]["bytes"] < 0.4 * found["model"]["bytes"]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("model", "words"),
     [

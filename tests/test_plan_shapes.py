@@ -40,6 +40,7 @@ def forecast(outline: Outline, preset: str) -> BatchPlan:
     return plan_batch(Case(outline, PRESETS[preset], Settings()), REQUEST)
 
 
+@pytest.mark.sampled(3)
 def test_tiers_add_up_to_the_model(forecast: BatchPlan, name: str) -> None:
     assert sum(forecast.tier_bytes.values()) == pytest.approx(2 * NUM_PARAMS[name], rel=1e-6)
     assert forecast.plan.streamed_bytes == forecast.tier_bytes[Tier.HOST] + forecast.tier_bytes[Tier.DISK]

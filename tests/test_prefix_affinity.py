@@ -20,6 +20,7 @@ __all__ = ["folder"]  # fixture
 TEXT = [number % 97 for number in range(1000)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"kv_cache_tier": "host"}, {"speculate": "ngram"}, {"max_token_latency": "1s"}, {"max_sequences": 1}],

@@ -37,6 +37,7 @@ def probed(rank: int, folder: Path) -> tuple[str, str]:
     return found.stdout, found.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_together_and_one_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (text, said), silent = run_ranks(2, probed, tmp_path)
     assert silent == ("", ""), "rank 1 says nothing"

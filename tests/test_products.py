@@ -184,6 +184,7 @@ def job(rank: int, folder: Path, output: str, parallel: object) -> JobSummary:
     return run_job(*files, config=given, device="cpu", batch_size=4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "mode",
     ["tensor", pytest.param("pipeline", marks=pytest.mark.slow), pytest.param("replicas", marks=pytest.mark.slow)],

@@ -81,6 +81,7 @@ def test_scores_are_those_of_each_prompt_alone(
             check_scores(model, prompt, found[place])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tie", [False, True])
 def test_the_head_streams_once_for_all_pieces(tmp_path: Path, tie: bool) -> None:
     folder = tiny_checkpoint("llama", tmp_path, tie=tie)
@@ -150,7 +151,7 @@ def test_rows_of_jobs(tmp_path: Path) -> None:
     assert "prompt_logprobs needs continuous batching" in errors["scored"]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, tmp_path: Path) -> None:
     """Some scale, cap or cast their logits behind the head."""

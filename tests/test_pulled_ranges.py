@@ -38,12 +38,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @DEVICES
 def test_the_bits_are_those_of_one_process(llama: Path, tmp_path: Path, device: str) -> None:
     gpt2 = tiny_checkpoint("gpt2", tmp_path, num_layers=NUM_LAYERS)
-    cases = [(llama, None), (llama, 8), (llama, 4), (gpt2, None)]
-    check_equal([(folder, divided(folder, bits, device), {}) for folder, bits in cases], 2, (3, 1))
+    check_equal([(folder, divided(folder, device=device), {}) for folder in (llama, gpt2)], 2, (3, 1))
 
 
 @pytest.mark.slow
-def test_four_ranks(llama: Path) -> None:
+def test_codes_and_four_ranks(llama: Path) -> None:
+    check_equal([(llama, divided(llama, bits), {}) for bits in (8, 4)], 2, (3, 1))
     check_equal([(llama, divided(llama), {})], 4, (1, 4, 2, 0))
 
 
@@ -66,6 +66,7 @@ def alone(rank: int, folder: Path, settings: dict[str, Any], done: Path) -> tupl
         engine.destroy()
 
 
+@pytest.mark.slow
 def test_a_rank_needs_no_thread_of_the_others(llama: Path, tmp_path: Path) -> None:
     (pulled, held, names), (nothing, _, others) = run_ranks(2, alone, llama, divided(llama), tmp_path / "done")
     assert not {"zinfer-gather", "zinfer-rank-service"} & {*names, *others}
@@ -90,6 +91,7 @@ def forgetting(rank: int, folder: Path, settings: dict[str, Any], forgotten: int
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", [0, 1])
 def test_an_engine_that_was_not_destroyed_is_not_waited_for(llama: Path, tmp_path: Path, forgotten: int) -> None:
     settings = divided(llama)
@@ -115,6 +117,7 @@ def test_fused_kernels_leave_what_others_copy_as_it_is(tmp_path: Path) -> None:
     assert run_ranks(2, injected, gpt2, divided(gpt2, None, "cuda")) == alone
 
 
+@pytest.mark.slow
 @DEVICES
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])

@@ -51,6 +51,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     return contents(command.output)
 
 
+@pytest.mark.slow
 def test_a_command_that_is_killed_again_and_again_writes_the_same_bytes(
     model: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def logits_of(model: nn.Module) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("arguments", "format"),

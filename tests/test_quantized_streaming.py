@@ -77,7 +77,7 @@ def rounded(folder: Path, format: QuantFormat, device: str) -> PreTrainedModel:
     return model.to(device)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_and_logits_are_those_of_the_rounded_weights(
     folder: Path, batch: dict[str, torch.Tensor], name: str, device: str
@@ -113,6 +113,7 @@ def test_streamed_equals_resident_to_the_bit(
             assert torch.equal(engine.generate(**batch, max_new_tokens=NUM_NEW_TOKENS, do_sample=False), tokens)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["int8", "int4 groups"])
 def test_a_pass_moves_the_packed_bytes(tmp_path: Path, name: str, device: str) -> None:
     """Codes, and float32 scales, one a row or one a group; norms are in full."""
@@ -173,6 +174,7 @@ def test_a_weight_that_no_scale_covers_is_named(tmp_path: Path) -> None:
         zinfer.init_inference(tmp_path, {"zinfer": {"quantization": {"bits": 4, "group_size": 32}, "device": "cpu"}})
 
 
+@pytest.mark.sampled(3)
 def test_groups_that_do_not_divide_and_patterns_without_a_match_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="48"):
         zinfer.init_inference(folder, {"zinfer": {"quantization": {"bits": 4, "group_size": 48}, "device": "cpu"}})
@@ -196,6 +198,7 @@ def test_a_pattern_of_deepspeed_without_a_match_is_told(tmp_path: Path, caplog: 
     assert line.endswith("; nothing is quantized by it")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_rows_share_scales_under_group_dim_0(name: str, home: str, tmp_path: Path) -> None:
@@ -229,6 +232,7 @@ def test_rows_share_scales_under_group_dim_0(name: str, home: str, tmp_path: Pat
         engine.destroy()
 
 
+@pytest.mark.sampled(3)
 def test_what_group_dim_0_cannot_be_is_said(folder: Path, tmp_path: Path) -> None:
     def section(**more: object) -> dict[str, Any]:
         return {"quantized_initialization": {"num_bits": 8, "group_dim": 0} | more}

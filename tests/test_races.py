@@ -50,7 +50,7 @@ def test_late_copies_and_reads_change_no_bit(
     check_case(folders(num_layers), case, device)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("num_layers", "num_slots"), [(1, 2), (2, 3), (3, 2), (5, 3), (7, 2), (7, 4)])
 @pytest.mark.parametrize("streamed", STREAMED)
 def test_numbers_of_blocks_that_the_slots_do_not_divide(
@@ -101,6 +101,7 @@ DISK = Case(5, "disk", resident=False, num_slots=3, patient=True)
 TIGHT = Case(5, "disk", resident=False, num_slots=2, chunk_pages=2, num_staging=1, queued=True)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("plant", "case", "device"),
     [

@@ -14,7 +14,7 @@ from zinfer.model.batching_support import INTERFACED, check_family, is_known
 from zinfer.model.module_patches import ModulePatches
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_each_prompt_alone(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)

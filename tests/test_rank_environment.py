@@ -140,6 +140,7 @@ def test_ranks_without_a_launcher_share_the_users_key(environment: Callable[...,
     assert read_environment().key == "k" * 16
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", ["run", "bench", "probe"])
 @pytest.mark.parametrize(
     ("variables", "said"),

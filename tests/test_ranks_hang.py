@@ -40,7 +40,7 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path, "out.jsonl", "--batch-size", "4", "--ranks", "2")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("mode", ["zero", "tensor", "pipeline", "replicas"])
 def test_a_rank_whose_disk_hangs_ends_the_job(job: Job, mode: str, rank: int) -> None:

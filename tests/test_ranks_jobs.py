@@ -73,6 +73,7 @@ def test_two_ranks_write_the_rows_of_one_and_read_half_each(folder: Path, whole:
     assert min(map(int, passes.groups())) > 0, "both ranks compute"
 
 
+@pytest.mark.slow
 def test_the_job_chooses_a_batch_for_each_rank_and_keeps_it_on_another_number(folder: Path) -> None:
     write_rows(folder / "few.jsonl", prompt_rows(9))
     job = Job(folder, "chosen.jsonl", rows="few.jsonl")
@@ -90,6 +91,7 @@ def test_the_job_chooses_a_batch_for_each_rank_and_keeps_it_on_another_number(fo
     assert job.rows() == rows
 
 
+@pytest.mark.slow
 def test_stages_of_unequal_numbers_of_layers_resume_with_as_many_pages(tmp_path: Path) -> None:
     """Each stage's pages take other bytes, and the job keeps those of the first."""
     letters_model(tmp_path / "model", num_layers=3)
@@ -106,6 +108,7 @@ def test_stages_of_unequal_numbers_of_layers_resume_with_as_many_pages(tmp_path:
     assert job.rows() == alone.rows()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_ranks_without_rows_end_with_the_others(folder: Path, num_rows: int) -> None:
     write_rows(folder / f"{num_rows}.jsonl", prompt_rows(num_rows))
@@ -115,6 +118,7 @@ def test_ranks_without_rows_end_with_the_others(folder: Path, num_rows: int) -> 
     assert f"{num_rows} rows before this run" in job.run(2) or not num_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(5,), pytest.param((1, 115, 2, 90, 1), marks=pytest.mark.slow)])
 def test_four_ranks_end_with_few_rows_and_one_layer(tmp_path: Path, lengths: tuple[int, ...]) -> None:
     """Of one row three ranks have none. Of five, of very different lengths, a rank takes the next once it is free."""
@@ -132,6 +136,8 @@ def test_four_ranks_end_with_few_rows_and_one_layer(tmp_path: Path, lengths: tup
     assert 1 <= sum(int(each) > 0 for each in passes.groups()) <= len(lengths), "ranks without rows compute nothing"
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_other_and_the_job_resumes(
     folder: Path, whole: tuple[list[bytes], str], rank: int
@@ -225,6 +231,7 @@ def damaged(rank: str, what: str) -> None:
         setattr(RaggedCompleter, what, fail)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", ["__init__", "complete"])
 def test_an_error_of_another_rank_is_told_once_by_rank_0(folder: Path, what: str) -> None:
     job = Job(folder, f"raised-{what}.jsonl", "--batch-size", "4")
@@ -300,6 +307,7 @@ def interrupted(job: Job) -> None:
     assert not any(rank.is_running() for rank in ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begins_anew", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_launcher_starts_ranks_and_speaks_for_them(
     folder: Path, whole: tuple[list[bytes], str], begins_anew: bool

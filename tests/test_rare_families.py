@@ -61,6 +61,7 @@ def tiny_olmo_hybrid() -> PreTrainedModel:
 MODELS = {"xlnet": tiny_xlnet, "rwkv": tiny_rwkv, "olmo_hybrid": tiny_olmo_hybrid}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_and_text(family: str, home: str, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def target(memory: memoryview, on_device: bool) -> Buffer:
 
 
 @given(start=st.integers(0, 41), num_pages=st.integers(1, 41), block_pages=st.integers(1, 9))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_requests_give_the_bytes_up_to_the_end_and_their_number(
     backend: Backend, on_device: bool, shared_file: Path, contents: bytes, start: int, num_pages: int, block_pages: int
 ) -> None:

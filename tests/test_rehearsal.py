@@ -122,6 +122,7 @@ def test_a_job_that_has_computed_passes_needs_none(model: Path, tmp_path: Path) 
     assert are_compiled(name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("failure", "is_told"), [(RuntimeError("no such kernel"), True), (PlanError("tight"), False)])
 def test_a_job_goes_on_without_it(
     model: Path,
@@ -153,6 +154,7 @@ def rehearsed(rank: int, model: Path, folder: Path, mode: str) -> tuple[bool, li
         return is_compiled, texts(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "is_rehearsed"), [("zero", True), ("tensor", False)])
 def test_each_rank_rehearses_alone_where_it_has_whole_layers(
     model: Path, tmp_path: Path, mode: str, is_rehearsed: bool
@@ -162,6 +164,7 @@ def test_each_rank_rehearses_alone_where_it_has_whole_layers(
     assert run_ranks(2, rehearsed, model, tmp_path, mode) == [(is_rehearsed, wanted)] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weights", ["int4", "fp16"])
 def test_a_job_on_random_weights_rehearses_over_its_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, weights: str

@@ -38,6 +38,7 @@ def weight_of(folder: Path, name: str) -> torch.Tensor:
     raise AssertionError(f"no file holds {name}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_errors_are_those_of_rounding(family: str, tmp_path: Path) -> None:
     folder = tiny_checkpoint(family, tmp_path / "model", num_layers=3)
@@ -54,6 +55,7 @@ def test_errors_are_those_of_rounding(family: str, tmp_path: Path) -> None:
         assert each.nbytes == weight.numel() // 2 + weight.numel() // 32 * 4
 
 
+@pytest.mark.slow
 def test_more_bits_agree_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.evaluation.compare._NUM_NEW_TOKENS", 5)
     prompts = tmp_path / "prompts.jsonl"
@@ -74,6 +76,7 @@ def test_more_bits_agree_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (same.change, same.equal_tokens, same.perplexity_ratio) == (0, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_model_that_runs_no_ragged_batches_gives_the_figures_of_its_rows_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_ranks_that_come_before_rank_0_join_and_open_links() -> None:
             assert link.recv() == (number, rank)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_ready", [False, True])
 def test_a_killed_process_is_named_by_all(is_ready: bool) -> None:
     first = RollCall(rank_of(0, 0), LONG_S)

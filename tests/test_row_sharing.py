@@ -106,6 +106,7 @@ def rows() -> list[list[int]]:
     return [torch.randint(3, VOCAB_SIZE, (num,), generator=generator).tolist() for num in LENGTHS]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DECODERS)
 def test_generated_rows_equal_each_alone(name: str, tmp_path: Path) -> None:
     case = DECODERS[name]
@@ -120,6 +121,7 @@ def test_generated_rows_equal_each_alone(name: str, tmp_path: Path) -> None:
         assert found[number]["token_ids"] == new[0, -NUM_NEW:].tolist(), len(row)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_embedded_rows_equal_each_alone(name: str, tmp_path: Path) -> None:
     case = ENCODERS[name]

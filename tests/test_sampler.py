@@ -93,6 +93,7 @@ def by_transformers(params: SamplingParams, logits_1V: torch.Tensor) -> torch.Te
     return torch.softmax(steps(torch.tensor([PROMPT + OUTPUT]), logits_1V.double()), dim=-1)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("params", FILTERS, ids=range(len(FILTERS)))
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_draws_from_what_transformers_leaves(params: SamplingParams, seed: int, device: str) -> None:

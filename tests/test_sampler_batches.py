@@ -81,6 +81,7 @@ def test_a_row_in_a_batch_is_bit_for_bit_as_alone(seed: int, num_rows: int, voca
     assert_rows_are_their_own(logits, rows, vocab_size)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1001, 32_003])
 def test_wide_rows_are_their_own_too(vocab_size: int, dtype: torch.dtype, device: str) -> None:

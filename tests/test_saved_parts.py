@@ -36,6 +36,7 @@ def later(rank: int, jobs: list[Any], folder: Path, settings: dict[str, Any]) ->
         engine.destroy()
 
 
+@pytest.mark.slow
 def test_a_later_start_reads_the_parts(tmp_path: Path) -> None:
     """Of full weights, and of codes of heads in pairs that another tool quantized."""
     llama, uneven = tiny_checkpoint("llama", tmp_path / "llama", num_layers=2, tie=False), tmp_path / "uneven"
@@ -121,6 +122,7 @@ def from_memory(rank: int, parts: Path, seeds: list[int]) -> list[torch.Tensor |
     return found
 
 
+@pytest.mark.slow
 def test_a_module_in_memory_keeps_its_parts(tmp_path: Path) -> None:
     """Once: the same weights find them again, others are refused."""
     with torch.no_grad():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, HALVES, Shape, random_input, random_matrix
 from torch.nn import functional
@@ -70,7 +69,6 @@ def test_products_scale_what_they_multiply_with(device: str, format: QuantFormat
     dtype=st.sampled_from(DTYPES),
     unused=st.integers(0, 96),
 )
-@hypothesis_settings(max_examples=40)
 def test_the_search_never_costs_accuracy(
     format: QuantFormat, seed: int, spread: float, dtype: torch.dtype, unused: int
 ) -> None:

@@ -20,7 +20,7 @@ from zinfer.scheduling.sequence import Sequence, SequenceState
 from zinfer.scheduling.waiting_queue import Order
 
 MOST_PROMPT_TOKENS = 200
-NUM_WORKLOADS = int(os.environ.get("ZINFER_WORKLOADS", "60"))
+NUM_WORKLOADS = int(os.environ.get("ZINFER_WORKLOADS", "20"))
 FAMILIES = [tuple((place * place // (7 + family)) % NUM_TOKENS_KNOWN for place in range(200)) for family in range(3)]
 """Texts that prompts begin with."""
 

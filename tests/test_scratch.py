@@ -38,6 +38,7 @@ def read_back(file: ScratchFile, places: list[int]) -> list[int]:
     return [each[0] for each in found]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("direct", [True, False])
 def test_places_keep_what_was_written_whatever_comes_and_goes(
     tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch

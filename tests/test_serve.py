@@ -114,6 +114,7 @@ def test_several_prompts_with_several_choices_each(client: openai.OpenAI, alone:
     assert len(set(texts.values())) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_requests", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_requests_without_a_seed_are_drawn_by_the_models_probabilities(
     server: Server, model: Path, num_requests: int
@@ -308,6 +309,7 @@ def test_forty_clients_at_once_get_the_texts_alone(server: Server, alone: dict[s
     assert asyncio.run(ask()) == [alone[each] for each in PROMPTS]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_leaves_ends_its_request(server: Server, streams: bool) -> None:
     body = {"prompt": ["ab"] * 40, "max_tokens": 120, "ignore_eos": True, "stream": streams}
@@ -383,6 +385,7 @@ BAD: list[tuple[bytes, int, str]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("body", "status", "words"), BAD, ids=[str(number) for number in range(len(BAD))])
 def test_bodies_that_cannot_be_used(server: Server, body: bytes, status: int, words: str) -> None:
     with server.http() as http:
@@ -422,6 +425,7 @@ NAMED: list[tuple[str, dict[str, Any], str, str | None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("url", "body", "words", "field"), NAMED, ids=[str(number) for number in range(len(NAMED))])
 def test_errors_name_what_the_client_sent(
     server: Server, url: str, body: dict[str, Any], words: str, field: str | None
@@ -463,6 +467,7 @@ def test_tokens_are_counted_and_decoded(server: Server) -> None:
         assert http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", ['40+2="}], temperature', "tool_choice", "/score"])
 def test_the_guides_client_gets_an_answer(server: Server, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     block = next(each for each in blocks_of(GUIDE / "serve.md") if each.comment == "served" and words in each.text)
@@ -530,6 +535,7 @@ def test_the_dashboard_shows_metrics_that_there_are(server: Server) -> None:
     assert {each for each in kinds if not any(name.startswith(each) for name in named)} == set()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [(), ("--chat",), ("--whole",)])
 def test_the_load_test_counts_what_it_sends(server: Server, options: tuple[str, ...]) -> None:
     words = ["--url", f"{server.url}/v1", "--api-key", KEY, "--rate", "100", "--requests", "20", *options]

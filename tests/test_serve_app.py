@@ -73,6 +73,7 @@ def test_a_client_that_leaves_before_the_first_event_ends_the_work() -> None:
 TEXT = {"file": ("a.jsonl", b"{}")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "path", "options", "words", "field"),
     [
@@ -139,6 +140,7 @@ def test_no_request_forges_lines_of_the_log(tmp_path: Path, caplog: pytest.LogCa
 LONG = "a" * 5000
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
@@ -165,6 +167,7 @@ def test_what_a_client_gave_is_cut_in_messages(
     assert len(answer.content) < 1000
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", ["/", "/health", "/version", "/metrics", "/v1/models", "/v1/files", "/page/page.js"])
 def test_head_is_answered_as_get(tmp_path: Path, path: str) -> None:
     app = app_in(tmp_path)

@@ -117,6 +117,7 @@ def test_the_guides_batch(
     assert json.loads(capsys.readouterr().out)["custom_id"] == "one"
 
 
+@pytest.mark.slow
 def test_chats_are_answered_while_a_batch_runs(server: Server, client: openai.OpenAI) -> None:
     rows = [text(f"row-{number}", prompt="ab" * 20, max_tokens=20 + number % 60, **ENDLESS) for number in range(600)]
     name = begin(client, rows)
@@ -240,6 +241,7 @@ def refusal(model: Path, folder: Path, files: str) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_folder_of_files_is_one_servers(model: Path, tmp_path: Path) -> None:
     """Also for a server that is killed; its replicas share the folder."""
     (tmp_path / "link").symlink_to("kept")

@@ -119,6 +119,7 @@ def server(model: Path, folder: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_bytes", [100_000, 3_000_000])
 def test_a_full_disk_stores_nothing(server: Server, folder: Path, num_bytes: int) -> None:
     """The larger file is held on the disk already before it is stored."""
@@ -143,6 +144,7 @@ def test_a_stored_file_that_is_gone(server: Server, folder: Path) -> None:
     assert client.files.delete(batch.input_file_id).deleted
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "metadata", [{str(number): "" for number in range(17)}, {"k" * 65: ""}, {"k": "v" * 513}, {"k": 1}]
 )

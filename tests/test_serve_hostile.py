@@ -98,7 +98,7 @@ class GoodClient:
         return longest_s, most_s
 
 
-@pytest.mark.parametrize("number", [120, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [40, pytest.param(2000, marks=pytest.mark.slow)])
 def test_hostile_requests_harm_nobody(server: Server, alone: dict[str, str], number: int) -> None:
     number = int(os.environ.get("ZINFER_HOSTILE", number))
     good = GoodClient(server, alone)
@@ -124,6 +124,7 @@ def test_hostile_requests_harm_nobody(server: Server, alone: dict[str, str], num
     assert found[200] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_clients_that_vanish_leave_nothing_behind(server: Server, alone: dict[str, str], seconds: int) -> None:
     clients = ChurningClients(server.url, KEY, alone, num_new=12)
@@ -277,6 +278,7 @@ def read_slowly(server: Server) -> bytes:
     return found
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_its_answers_loses_them(at_once: dict[str, Future[Any]]) -> None:
     """What they need is free again."""
     assert at_once["never reads"].result() == 0
@@ -287,6 +289,7 @@ def test_a_client_that_reads_slowly_gets_its_answer(at_once: dict[str, Future[An
     assert len(re.findall(rb'"finish_reason": ?"', found)) == 64
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["stated", "chunked"])
 @pytest.mark.parametrize(("key", "status"), [(KEY, 413), ("no", 401)])
 def test_a_body_that_is_too_large_gets_an_answer(server: Server, key: str, status: int, is_chunked: bool) -> None:
@@ -318,6 +321,7 @@ def test_a_head_that_arrives_at_once_has_an_end(server: Server, path: str, lines
     assert Hostile(head(path, 0, *lines, key=KEY, method="GET") + b"\r\n").send(server.url, timeout=60) == 431
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("end", [b"", b"\r\n0\r\n"], ids=["head", "trailers"])
 def test_heads_have_an_end(server: Server, end: bytes) -> None:
     first = head("/v1/completions", -1, "transfer-encoding: chunked", key=KEY) + end

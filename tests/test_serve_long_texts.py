@@ -39,6 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.slow
 def test_short_texts_do_not_wait_for_long_ones(server: Server) -> None:
     """The long ones take several times as long as all the short ones."""
     long = {"prompt": "1+" * (1 << 19)}
@@ -155,6 +156,7 @@ TOO_LONG: list[tuple[str, dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("url", "body", "words", "field"), TOO_LONG, ids=[str(num) for num in range(len(TOO_LONG))])
 def test_what_is_too_long_is_refused(server: Server, url: str, body: dict[str, Any], words: str, field: str) -> None:
     with server.http() as http:
@@ -242,6 +244,7 @@ def longest_ping(server: Server, asking: threading.Thread) -> float:
     return max(found_s)
 
 
+@pytest.mark.sampled(33)
 @pytest.mark.parametrize(
     "name", [name if name in NOT_SLOW else pytest.param(name, marks=pytest.mark.slow) for name in LISTS]
 )

@@ -241,6 +241,7 @@ def test_a_unix_socket_behind_a_proxy(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "a.sock").exists()
 
 
+@pytest.mark.slow
 def test_the_socket_of_a_successor_stays(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     with serving_at(path, model):
@@ -298,6 +299,7 @@ def lives(process: int) -> bool:
         return False
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -319,6 +321,7 @@ def test_settings_that_do_not_work_end_the_command(model: Path, tmp_path: Path, 
     assert "Traceback" not in said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -76,6 +76,7 @@ def await_replicas(server: Server, num_restarts: int, most_restarts: int | None 
     assert num_restarts <= sum(each["restarts"] for each in replicas) <= (most_restarts or num_restarts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killers", [{99}, pytest.param({40, 99}, marks=pytest.mark.slow)], ids=["one", "two"])
 def test_a_request_that_ends_replicas_fails_alone(model: Path, tmp_path: Path, killers: set[int]) -> None:
     """Each is tried twice; those beside it are answered. Two may end one replica, or one each, when first tried."""
@@ -196,6 +197,7 @@ async def outcomes(way: str, prompts: list[int], num_replicas: int, gap_s: float
     return found, sum(each.num_ends for each in replicas)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("way", ["whole", "row", "embed", "stream"])
 @given(data=st.data())

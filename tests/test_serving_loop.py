@@ -93,6 +93,7 @@ def together(num_threads: int, work: Any) -> None:
         raise failure
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_each", [15, pytest.param(200, marks=pytest.mark.slow)])
 def test_threads_that_submit_and_cancel(llm: LLM, alone: list[Completion], num_each: int) -> None:

@@ -26,7 +26,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("tokens_per_pass", "memory"), [(5, "1MB"), (64, "200kB"), (1000, "150kB")])
 def test_the_passes_are_those_of_the_job(folder: Path, tokens_per_pass: int, memory: str) -> None:
     prompts = random_prompts(17, max_tokens=70, seed=tokens_per_pass)
@@ -184,6 +184,7 @@ def test_a_pass_in_step_is_as_large_as_the_largest_of_all_ranks() -> None:
     assert sum(size.num_tokens for size in in_step([one, other], 4)) >= sum(size.num_tokens for size in largest)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [None, 30])
 def test_what_is_kept_is_what_would_be_simulated_anew(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     draw, num_anew, num_preempted = random.Random(5), 0, 0

@@ -71,6 +71,7 @@ def test_a_long_tensor_fills_its_chunks(files: list[Path], offset: int, chunk_by
     assert sum(chunk.staging_bytes for chunk in chunks) <= 4 * 70_000 + 2 * ALIGNMENT_BYTES
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("slab_dtype", [torch.float32, torch.float64, torch.bfloat16])
 @given(drawn=pieces, chunk_bytes=chunk_sizes)
 def test_every_byte_lands_in_its_place(

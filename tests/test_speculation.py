@@ -168,6 +168,7 @@ def wanted(letters: Path) -> list[Completion]:
         return llm.generate(PROMPTS, given_params())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("every", "options"),
     [
@@ -221,6 +222,7 @@ def place_of(completion: Completion) -> tuple[int, int]:
     return completion.prompt_index, completion.sample_index
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 def test_families(family: str, tmp_path: Path) -> None:
     """With a sliding window and learnt positions; the text repeats itself."""
@@ -236,6 +238,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert stats.passes < 45
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("seed", "num_layers"), [(0, 2), (1, 1)])
 def test_a_small_model_guesses(
     letters: Path, wanted: list[Completion], tmp_path: Path, seed: int, num_layers: int
@@ -302,6 +305,7 @@ def served(rank: int, folder: Path) -> list[Served]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_verify_the_first_ones_guesses(letters: Path) -> None:
     first, second = run_ranks(2, served, letters)
     assert [each[:2] for each in first] == [each[:2] for each in second]

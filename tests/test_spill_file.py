@@ -40,6 +40,7 @@ def on_disk(folder: Path) -> dict[str, object]:
     return {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(folder)}}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mixtral"])
 def test_it_streams_from_the_disk(batch: Tensors, device: str, family: str, tmp_path: Path) -> None:
     tiny = ragged_models.tiny_model if family == "mixtral" else tiny_model

@@ -22,6 +22,7 @@ from zinfer.cli.ending import importing
 DEMO = ROOT / "examples" / "demo" / "model"
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("command", "module", "number"),
     [
@@ -51,6 +52,7 @@ def test_imports_look_for_no_garbage_and_what_follows_does() -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_what_was_imported_is_not_looked_through_again() -> None:
     code = "from zinfer.cli.ending import importing\nwith importing():\n    import zinfer.config\nimport gc\n"
     code += "print(gc.get_freeze_count() > 100_000 > len(gc.get_objects()))"
@@ -58,6 +60,7 @@ def test_what_was_imported_is_not_looked_through_again() -> None:
     assert ended.stdout == "True\n"
 
 
+@pytest.mark.slow
 def test_python_in_the_folder_above_a_checkout_imports_the_package(tmp_path: Path) -> None:
     """The checkout's own folder is named zinfer too, and no package: it must not come before the installed one."""
     checkout, site = tmp_path / "zinfer", tmp_path / "site"

@@ -106,6 +106,8 @@ def fail(failure: BaseException) -> None:
     raise failure
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("when", ["start", "end"])
 def test_a_rank_that_no_other_watches_is_killed_by_the_launcher(job: Job, when: str) -> None:
     [(code, _, said)] = ended([launched(job, when)])
@@ -117,6 +119,7 @@ def test_a_rank_that_no_other_watches_is_killed_by_the_launcher(job: Job, when: 
     assert said.count("error:") == 1
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_when_its_launcher_is_killed(job: Job) -> None:
     launcher = launched(job, "end", most_stopped_s=3600)
     ranks = dict[int, psutil.Process]()

@@ -36,7 +36,7 @@ def engine_of(model: Path, offload: str, device: str, **ours: object) -> Iterato
         engine.destroy()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SECTIONS)
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
 def test_a_store_computes_what_quantizing_while_loading_does(
@@ -55,6 +55,7 @@ def test_a_store_computes_what_quantizing_while_loading_does(
             assert engine.stats().disk_bytes_per_pass <= packed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 def test_a_flipped_byte_is_found_and_its_block_named(
     tmp_path: Path, batch: dict[str, torch.Tensor], offload: str

@@ -71,7 +71,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
 def test_a_store_holds_the_codes_of_every_matrix(tmp_path: Path, family: str, name: str, device: str) -> None:

@@ -157,6 +157,7 @@ FAULTS: dict[str, tuple[Callable[[Document], object], str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_damaged_manifest_is_refused(store: Path, name: str) -> None:
     edit, message = FAULTS[name]

@@ -27,6 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint("llama", tmp_path_factory.mktemp("model"), num_layers=6, tie=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("state", ["begun", "finished"])
 def test_another_model_or_other_settings_are_refused_by_name(model: Path, tmp_path: Path, state: str) -> None:
     store = tmp_path / "store"
@@ -122,6 +123,7 @@ def test_a_second_writer_is_refused(model: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "store").iterdir()] == [LOCK_NAME]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

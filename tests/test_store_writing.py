@@ -45,7 +45,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     return contents(output)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("number", range(1, NUM_BLOCKS + 4))
 def test_a_start_ends_in_the_same_bytes_wherever_it_stopped(
     model: Path, whole: dict[str, bytes], tmp_path: Path, number: int
@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_a_start(
     assert contents(tmp_path / "store") == whole
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(5))
 def test_late_copies_and_slow_writes_change_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, seed: int

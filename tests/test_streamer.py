@@ -43,7 +43,7 @@ class PinnedOnlyStream(HostStream):
     num_staging=st.integers(1, 4),
     data=st.data(),
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_block_in_use_holds_its_own_bytes(
     file: Path,
     device: str,
@@ -67,7 +67,7 @@ def test_a_block_in_use_holds_its_own_bytes(
         )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("num_slots", [2, 3, 4])
 @pytest.mark.parametrize("kind", HOMES)

@@ -39,6 +39,7 @@ def small(folder: Path, nvme_path: Path, device: str = "cpu", **options: Any) ->
     return LLM(folder, config, device=device, kv_page_size=PAGE_SIZE, kv_cache_memory=memory, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_texts_from_the_disk_go_on_with_their_tokens(
     folder: Path,
@@ -79,6 +80,7 @@ def test_a_disk_that_is_slower_than_computing_is_left_alone(
     assert not (tmp_path / "parked").exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["pwritev", "preadv", "fstatvfs"])
 def test_a_disk_that_fails_ends_the_call_and_no_other(
     folder: Path,

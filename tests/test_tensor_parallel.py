@@ -89,6 +89,7 @@ def test_plans_and_fused_products_on_four_ranks(tmp_path: Path) -> None:
     check_families(tmp_path, names, 4)
 
 
+@pytest.mark.slow
 def test_own_plans_on_two_ranks(tmp_path: Path) -> None:
     names = [f"{each}ForCausalLM" for each in ("Bloom", "OPT", "GptOss", "DeepseekV3")]
     check_families(tmp_path, [*names, "BertForMaskedLM", "T5ForConditionalGeneration"], 2)
@@ -128,6 +129,7 @@ def pairs_divided(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_translators_on_two_ranks() -> None:
     """Modules in memory, as automatic tensor parallelism is given them."""
     alone = [translated(tiny_pair(name)) for name in PAIRS]
@@ -137,6 +139,7 @@ def test_translators_on_two_ranks() -> None:
             assert torch.equal(tokens, same), name
 
 
+@pytest.mark.slow
 def test_uneven_heads_on_three_ranks(tmp_path: Path) -> None:
     """Four heads, and 131 tokens, of which the last rank has less."""
     check_families(tmp_path, ["GPT2LMHeadModel", "BloomForCausalLM", "MptForCausalLM", "T5EncoderModel"], 3)
@@ -186,6 +189,7 @@ def test_homes_and_codes(folders: list[Path], tmp_path: Path) -> None:
     assert {name[-7:] for name in kept} >= {"-0-of-2", "-1-of-2"}, kept
 
 
+@pytest.mark.slow
 def test_each_rank_reads_keeps_and_streams_its_part(llama: Path, tmp_path: Path) -> None:
     inputs = {"input_ids": IDS}
     homes = ("cpu", "nvme", "none")
@@ -224,6 +228,7 @@ def in_memory(rank: int, folder: Path, size: int) -> tuple[torch.Tensor, torch.T
         assert module.config.num_attention_heads == 4, "the config is the caller's again"
 
 
+@pytest.mark.slow
 def test_a_module_in_memory_is_divided_and_samples_alike(llama: Path) -> None:
     logits, tokens, _ = in_memory(0, llama, 1)
     for found, sampled, num_heads in run_ranks(2, in_memory, llama, 2):
@@ -295,6 +300,7 @@ def failing(rank: int, folder: Path) -> str:
         engine.destroy()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_within_a_forward_ends_the_others(llama: Path) -> None:
     first, second = run_ranks(2, failing, llama)
     assert "rank 1" in first
@@ -314,6 +320,7 @@ def long_run(rank: int, folder: Path, begun: Path) -> None:
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_others(llama: Path, tmp_path: Path, lost: int) -> None:
     with Ranks(2, long_run, llama, tmp_path) as ranks:
@@ -344,6 +351,7 @@ def texts(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[tuple
         return found, llm.stats().streamed_bytes_per_pass
 
 
+@pytest.mark.slow
 def test_batches_are_continued_by_divided_layers(folders: list[Path]) -> None:
     for folder in folders:
         wanted, whole_bytes = texts(0, folder, config(1))

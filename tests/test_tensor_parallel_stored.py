@@ -51,14 +51,21 @@ def tiny_fragments() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Stores of `zinfer quantize`: groups, whole rows, floats, fragments, experts, and transposed matrices."""
-    root = tmp_path_factory.mktemp("stores")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of groups."""
+    root = tmp_path_factory.mktemp("store")
     llama = tiny_checkpoint("llama", root / "llama", num_layers=NUM_LAYERS, tie=False)
+    make_store(llama, root / "llama-int4", bits=4, group_size=16, symmetric=False)
+    return root / "llama-int4"
+
+
+@pytest.fixture(scope="module")
+def stores(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Stores of `zinfer quantize`: groups, whole rows, floats, fragments, experts, and transposed matrices."""
+    root, llama = tmp_path_factory.mktemp("stores"), store.with_name("llama")
     mixtral, fragments = write_module(tiny_mixtral(), root / "mixtral"), write_module(tiny_fragments(), root / "large")
     gpt2 = tiny_checkpoint("gpt2", root / "gpt2", num_layers=NUM_LAYERS)
     sections: dict[str, tuple[Path, dict[str, object]]] = {
-        "llama-int4": (llama, {"bits": 4, "group_size": 16, "symmetric": False}),
         "llama-int8": (llama, {"bits": 8}),
         "llama-fp8": (llama, {"bits": 8, "format": "fp8"}),
         "fragments": (fragments, {"bits": 4, "group_size": 64}),
@@ -67,7 +74,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     }
     for name, (folder, section) in sections.items():
         make_store(folder, root / name, **section)
-    return [root / name for name in sections]
+    return [store, *(root / name for name in sections)]
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +98,9 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [root / name for name in (*names, *(f"experts {name}" for name in names[::3]), "uneven")]
 
 
-@pytest.mark.parametrize("is_every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_ranks_divide_codes(stores: list[Path], foreign: list[Path], is_every: bool) -> None:
-    folders = [*stores, *foreign] if is_every else [stores[0], *stores[3:], *foreign[:2], *foreign[-3:]]
+@pytest.mark.slow
+def test_two_ranks_divide_codes(stores: list[Path], foreign: list[Path]) -> None:
+    folders = [*stores, *foreign]
     check_folders(folders, computed(0, jobs_of(folders, 1)), 2, "cpu", None)
 
 
@@ -107,18 +114,21 @@ def injected(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[Any, to
         engine.destroy()
 
 
-def test_batches_and_merged_products(stores: list[Path]) -> None:
-    wanted, logits = injected(0, stores[0], config(1))
-    for found, own in run_ranks(2, injected, stores[0], config(2)):
+def test_batches_and_merged_products(store: Path) -> None:
+    wanted, logits = injected(0, store, config(1))
+    for found, own in run_ranks(2, injected, store, config(2)):
         assert found == wanted
         assert error_of({"logits": own}, {"logits": logits}) <= 1e-5
 
 
-def test_four_ranks_divide_codes_for_the_disk(stores: list[Path], foreign: list[Path], tmp_path: Path) -> None:
+def test_four_ranks_divide_codes_for_the_disk(store: Path, tmp_path: Path) -> None:
     """Each rank's part of what is converted, or cut by columns, is kept for it alone."""
-    folders = [stores[0], foreign[0]]
-    check_folders(folders, computed(0, jobs_of(folders, 1)), 4, "nvme", tmp_path)
-    assert len(list(tmp_path.iterdir())) == 4 * len(folders)
+    write_quantized(
+        tmp_path / "gptq", "gptq", tiny_model("llama", num_layers=NUM_LAYERS, tie=False), 16, full="lm_head"
+    )
+    folders = [store, tmp_path / "gptq"]
+    check_folders(folders, computed(0, jobs_of(folders, 1)), 4, "nvme", tmp_path / "kept")
+    assert len(list((tmp_path / "kept").iterdir())) == 4 * len(folders)
 
 
 def ordered_jobs(folder: Path, store: Path, size: int) -> list[Job]:

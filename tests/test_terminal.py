@@ -49,6 +49,7 @@ def words(text: str) -> set[str]:
     return set(re.sub("[\u2500-\u257f]", " ", text).split())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_no_word_is_cut(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -86,6 +87,7 @@ def test_the_summary_cuts_no_word() -> None:
     assert shown[0] == shown[1]
 
 
+@pytest.mark.slow
 def test_an_error_on_a_terminal_breaks_between_words() -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))

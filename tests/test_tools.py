@@ -81,6 +81,7 @@ def called(message: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(each["name"], json.loads(each["arguments"])) for each in calls]
 
 
+@pytest.mark.sampled(2)
 @given(places=st.lists(st.integers(0, 200), max_size=40))
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
 def test_calls_are_found_in_any_pieces(
@@ -207,6 +208,7 @@ def test_templates_get_tools_and_objects() -> None:
         encoder.close()
 
 
+@pytest.mark.slow
 def test_rows_of_batches(tmp_path: Path) -> None:
     """The same bytes in every run, ids of calls too."""
     template = "{% for tool in tools or [] %}{{ tool.function.name }}<tool_call>{% endfor %}{{ messages[0].content }}"

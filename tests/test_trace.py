@@ -52,6 +52,7 @@ def by_lane(trace: Trace) -> dict[str, list[Slice]]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", ["resident", "host", "disk", "mixed"])
 def test_the_lanes_show_what_ran(folder: Path, homes: str, device: str) -> None:
     trace, names, passes, wall_s = traced(folder, homes, device)

@@ -75,6 +75,7 @@ def test_kinds_are_told_by_the_config_and_by_shapes(kind: str, changes: dict[str
     assert list(model.state_dict()) == whole
 
 
+@pytest.mark.slow
 def test_ranks_traces_and_packed_weights_are_left_out(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "llama", num_layers=2)
     (tmp_path / "packed").mkdir()

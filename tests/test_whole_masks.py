@@ -85,6 +85,7 @@ def test_other_threads_keep_their_padding() -> None:
     assert not found[0].all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(
     ("family", "class_name", "how"),

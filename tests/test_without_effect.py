@@ -38,6 +38,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [make_engine, make_by_initialize, make_llm])
 def test_each_key_once_for_each_engine(
     folder: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], None]
@@ -51,6 +52,7 @@ def test_each_key_once_for_each_engine(
     assert said(caplog) == wanted * 2
 
 
+@pytest.mark.slow
 def test_arguments_of_initialize_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     zinfer.initialize(model=folder, config={}, device="cpu", dist_init_required=False)[0].destroy()
     assert said(caplog) == [
@@ -86,6 +88,7 @@ def test_what_a_plan_honours_is_not_said(folder: Path, caplog: pytest.LogCapture
     assert [line.partition(" (")[0] for line in said(caplog)] == ["without effect: zinfer.optimize"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -18,6 +18,7 @@ from zinfer.jobs.summary import summary_rows
 __all__ = ["model", "output", "prompts"]  # fixtures
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kept", [slice(15), slice(3, 31), slice(0, 47, 2), slice(46, 47)])
 def test_rows_that_are_written_are_followed_and_not_computed_again(
     model: Path, prompts: Path, output: Path, kept: slice
@@ -39,6 +40,7 @@ def test_rows_that_are_written_are_followed_and_not_computed_again(
     assert not any("recomputing" in note for note in summary.notes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch_size", [40, 20])
 def test_the_passes_of_what_is_left_are_predicted(model: Path, output: Path, batch_size: int) -> None:
     rows = [
@@ -65,6 +67,7 @@ def test_the_passes_of_what_is_left_are_predicted(model: Path, output: Path, bat
     assert summary.predicted_tokens_per_s < 40 * 9 / summary.predicted_s
 
 
+@pytest.mark.slow
 def test_what_may_change_last_bits_is_said(model: Path, prompts: Path, output: Path) -> None:
     run(model, prompts, output)
     lines = output.read_bytes().splitlines(keepends=True)
