@@ -37,17 +37,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 FIRST: Final = (
-    "test_tensor_parallel.py",
     "test_ranks_jobs.py",
+    "test_plan_cli.py",
+    "test_docs.py",
+    "test_serve.py",
+    "test_serve_hostile.py",
+    "test_tensor_parallel.py",
+    "test_serve_batches.py",
+    "test_serve_processes.py",
+    "test_job_plan.py",
+    "test_llm.py",
+    "test_cli_kill.py",
+    "test_job_sizes.py",
+    "test_mesh.py",
     "test_pipeline_llm.py",
     "test_lockstep.py",
-    "test_mesh.py",
-    "test_ranks.py",
-    "test_cli_kill.py",
-    "test_serve_batches.py",
     "test_mii.py",
-    "test_serve_processes.py",
-    "test_serve.py",
 )
 """Files that take long, and wait for processes now and then: what begins last is short."""
 

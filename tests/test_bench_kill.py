@@ -11,11 +11,8 @@ from commands import start
 from test_bench import LLAMA, folder_of, on_disk
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "again"),
-    [(signal.SIGTERM, False), pytest.param(signal.SIGINT, False, marks=pytest.mark.slow), (signal.SIGINT, True)],
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("number", "again"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)])
 def test_a_signal_ends_it_without_leftovers(
     number: signal.Signals, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

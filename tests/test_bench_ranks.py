@@ -104,6 +104,7 @@ def test_ranks_that_divide_layers_have_the_same_rows(
         assert 1 / size <= each.stats.streamed_bytes_per_pass / alone.stats.streamed_bytes_per_pass < 1 / size + 0.04
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [{"pipeline": 2}, *(pytest.param({"pipeline": 2, mode: 2}, marks=pytest.mark.slow) for mode in ("zero", "tensor"))],

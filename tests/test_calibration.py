@@ -134,6 +134,7 @@ def test_a_model_with_outliers_loses_less(model: Path, prompts: Path, tmp_path: 
     assert math.prod(ratios) ** (1 / len(ratios)) < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 def test_homes_agree_to_the_bit(store: Path, device: str) -> None:
     assert all(format["scales_columns"] for format in formats_of(store))
@@ -180,6 +181,7 @@ def test_batches_hold_like_lengths_and_no_more_tokens_than_fit() -> None:
     assert len(found) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 def test_other_prompts_are_another_store(model: Path, prompts: Path, store: Path, tmp_path: Path) -> None:
     other = Calibration("cd" * 32, lambda: measure_squares(model, prompts, settings_of(**SECTION)))

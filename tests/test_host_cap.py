@@ -56,6 +56,7 @@ def test_swapped_pages_are_within_the_cap(folder: Path, cap: str, swaps: str) ->
     assert (most < 10) == (swaps == "few"), "a quarter of the pages, or less where the cap is small"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", [{}, DISK])
 def test_pages_in_host_memory_are_within_the_cap(folder: Path, homes: dict[str, Any]) -> None:

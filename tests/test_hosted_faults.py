@@ -86,6 +86,7 @@ def test_calls_that_are_left_and_closed_while_copies_are_late(
             list(under_way)
 
 
+@pytest.mark.slow
 def test_texts_that_host_memory_cannot_hold_are_kept_on_the_disk_where_that_is_cheaper(
     folder: Path,
     prompts: list[list[int]],

@@ -24,7 +24,7 @@ def hosted(folder: Path, device: str = "cpu", *, home: str = "none", **options: 
     return LLM(folder, config, device=device, kv_cache_tier="host", **options)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("home", ["none", "nvme"])
 @pytest.mark.parametrize("synchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

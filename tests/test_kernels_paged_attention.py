@@ -190,6 +190,7 @@ def test_a_segment_does_not_see_the_others(
         assert torch.equal(alone, hinted)
 
 
+@pytest.mark.slow
 def test_turns_of_segments_change_nothing(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.kernels.decode_attention.decode_tiles_for", lambda *_: SHORT_SPLITS)
     torch.manual_seed(0)

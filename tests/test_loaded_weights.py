@@ -64,7 +64,6 @@ def outcomes(rank: int, homes: list[Path]) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
 def test_other_weights_on_a_rank_are_refused(homes: list[Path]) -> None:
     first, second = run_ranks(2, outcomes, homes)
     with loaded(homes[0] / "model", {"zinfer": {"device": "cpu"}}) as engine:

@@ -218,6 +218,7 @@ def asynchronous(rank: int, folder: Path) -> list[list[CompletionDelta]]:
         return asyncio.run(run_all())
 
 
+@pytest.mark.slow
 def test_tasks_get_equal_tokens(folder: Path) -> None:
     first, second = run_ranks(2, asynchronous, folder)
     assert first == second

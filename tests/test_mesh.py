@@ -289,6 +289,7 @@ def test_a_replica_that_ends_early_leaves_the_others(tmp_path: Path) -> None:
     assert run_ranks(3, leaving, tiny_checkpoint("llama", tmp_path, num_layers=NUM_LAYERS)) == ["left"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_replicas_end_with_a_lost_one(tmp_path: Path, lost: int) -> None:
     folder = tiny_checkpoint("llama", tmp_path, num_layers=NUM_LAYERS)

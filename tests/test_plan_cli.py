@@ -136,6 +136,7 @@ def test_cards_are_found_by_their_names_in_nvidia_smi(name: str, preset: str) ->
     assert find_data_sheet(name).name == find_data_sheet(name.upper()).name == find_data_sheet(preset).name == preset
 
 
+@pytest.mark.slow
 def test_figures_of_a_preset_can_be_stated(tmp_path: Path) -> None:
     folder = write_config(tmp_path, CONFIGS["Llama-3-70B"])
     stated = ("--host-memory", "128GB", "--link", "20 GB/s", "--disk", "3GB/s")
@@ -376,6 +377,7 @@ def test_the_model_must_be_named() -> None:
     assert "--model" in result.stderr
 
 
+@pytest.mark.slow
 def test_ranks_share_the_weights_and_divide_the_rows(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"zero_optimization": {"offload_param": {"device": "cpu"}}}))

@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     queued=st.booleans(),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_late_copies_and_reads_change_no_bit(
     folders: Folders, device: str, streamed: str, resident: bool, num_layers: int, **drawn: Any
 ) -> None:

@@ -108,6 +108,7 @@ def test_stages_of_unequal_numbers_of_layers_resume_with_as_many_pages(tmp_path:
     assert job.rows() == alone.rows()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_ranks_without_rows_end_with_the_others(folder: Path, num_rows: int) -> None:

@@ -284,6 +284,7 @@ def test_a_client_that_does_not_read_its_answers_loses_them(at_once: dict[str, F
     assert at_once["never reads"].result() == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_its_answer(at_once: dict[str, Future[Any]]) -> None:
     found = at_once["reads"].result()
     assert len(re.findall(rb'"finish_reason": ?"', found)) == 64

@@ -118,6 +118,7 @@ def test_a_disk_that_fails_ends_the_call_and_no_other(
         assert llm._cache.swap_space._kept == {}
 
 
+@pytest.mark.slow
 def test_a_call_that_was_cut_leaves_no_place_taken(
     folder: Path,
     prompts: list[list[int]],

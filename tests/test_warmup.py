@@ -26,6 +26,7 @@ from zinfer.model.shorter_model import ShorterModel
 ON_CPU = {"zinfer": {"device": "cpu"}}
 
 
+@pytest.mark.slow
 def test_layers_of_each_kind_are_computed(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "llama", num_layers=6)
     files = sorted(folder.iterdir())
