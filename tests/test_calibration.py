@@ -135,7 +135,6 @@ def test_a_model_with_outliers_loses_less(model: Path, prompts: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 def test_homes_agree_to_the_bit(store: Path, device: str) -> None:
     assert all(format["scales_columns"] for format in formats_of(store))
     resident = logits(store, "none", device)
@@ -182,7 +181,6 @@ def test_batches_hold_like_lengths_and_no_more_tokens_than_fit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 def test_other_prompts_are_another_store(model: Path, prompts: Path, store: Path, tmp_path: Path) -> None:
     other = Calibration("cd" * 32, lambda: measure_squares(model, prompts, settings_of(**SECTION)))
     with pytest.raises(ConfigError, match=r"settings.calibration_sha256: \"abab.* in the store, \"cdcd.* now"):

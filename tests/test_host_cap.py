@@ -57,7 +57,6 @@ def test_swapped_pages_are_within_the_cap(folder: Path, cap: str, swaps: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", [{}, DISK])
 def test_pages_in_host_memory_are_within_the_cap(folder: Path, homes: dict[str, Any]) -> None:
     with LLM(folder, homes, device="cpu", max_host_memory="2MB", kv_cache_tier="host", **PAGES) as llm:

@@ -106,7 +106,6 @@ def test_every_form(kernel_device: str, format: QuantFormat | None, dtype: torch
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(12)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("format", FRAGMENTS, ids=str)

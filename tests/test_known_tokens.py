@@ -98,7 +98,6 @@ def left_of(sizes: list[PassSize], fewer: list[PassSize]) -> list[PassSize] | No
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("num_pages", "options"),
     [

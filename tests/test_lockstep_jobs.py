@@ -56,7 +56,6 @@ def test_groups_of_ranks_write_each_row_once(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model_type", "class_name", "options"),
     [("bert", "BertModel", {"task": "embed"}), ("t5", "T5ForConditionalGeneration", {})],

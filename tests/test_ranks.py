@@ -194,7 +194,6 @@ def mixed(rank: int, folder: Path, settings: dict[str, Any], synchronous: bool) 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_blocks_from_disk_host_and_device_mix(llama: Path, synchronous: bool) -> None:
     settings = config_for(llama, "mixed", 3, "cpu")

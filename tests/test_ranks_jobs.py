@@ -109,7 +109,6 @@ def test_stages_of_unequal_numbers_of_layers_resume_with_as_many_pages(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_ranks_without_rows_end_with_the_others(folder: Path, num_rows: int) -> None:
     write_rows(folder / f"{num_rows}.jsonl", prompt_rows(num_rows))
@@ -138,7 +137,6 @@ def test_four_ranks_end_with_few_rows_and_one_layer(tmp_path: Path, lengths: tup
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_other_and_the_job_resumes(
     folder: Path, whole: tuple[list[bytes], str], rank: int

@@ -32,7 +32,6 @@ def check_failed(client: openai.OpenAI, name: str, num_rows: int, words: str) ->
     assert counts.total in (num_rows, counts.completed + counts.failed)
 
 
-@pytest.mark.slow
 def test_rows_outlive_the_input_of_their_batch(model: Path, tmp_path: Path) -> None:
     rows = [text("bad", model="nope")]
     rows += [text(f"row-{number}", max_tokens=20 + number % 60, **ENDLESS) for number in range(400)]

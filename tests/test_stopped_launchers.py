@@ -106,9 +106,7 @@ def fail(failure: BaseException) -> None:
     raise failure
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("when", ["start", "end"])
+@pytest.mark.parametrize("when", ["start", pytest.param("end", marks=pytest.mark.slow)])
 def test_a_rank_that_no_other_watches_is_killed_by_the_launcher(job: Job, when: str) -> None:
     [(code, _, said)] = ended([launched(job, when)])
     assert code == 1, said

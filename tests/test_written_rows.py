@@ -41,7 +41,6 @@ def test_rows_that_are_written_are_followed_and_not_computed_again(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch_size", [40, 20])
 def test_the_passes_of_what_is_left_are_predicted(model: Path, output: Path, batch_size: int) -> None:
     rows = [
