@@ -75,6 +75,7 @@ def attack(address: str, port: int, planted: bytes) -> None:
                 link.sendall(struct.pack("!i", len(planted)) + planted)
 
 
+@pytest.mark.slow
 def test_foreign_processes_neither_run_code_nor_change_rows(job: Job, tmp_path: Path) -> None:
     """Every port is one of this host alone, and no byte that comes there is taken for a rank's."""
     alone = Job(tmp_path, "alone.jsonl", "--batch-size", "2")

@@ -126,7 +126,6 @@ def test_a_job_that_is_killed_while_it_writes_goes_on_where_it_stopped(
     assert place.rows("out.jsonl") == expected
 
 
-@pytest.mark.slow
 def test_a_second_job_waits_for_the_first_and_may_be_interrupted(
     place: Workplace, expected: bytes, whole: dict[str, bytes]
 ) -> None:

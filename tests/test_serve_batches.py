@@ -241,16 +241,18 @@ def refusal(model: Path, folder: Path, files: str) -> str:
     return said
 
 
+USED = "zinfer: error: --files {} is used by another server; give another --files, or end that server\n"
+
+
 @pytest.mark.slow
 def test_a_folder_of_files_is_one_servers(model: Path, tmp_path: Path) -> None:
     """Also for a server that is killed; its replicas share the folder."""
     (tmp_path / "link").symlink_to("kept")
-    used = "zinfer: error: --files {} is used by another server; give another --files, or end that server\n"
     rows = [text(f"row-{number}", max_tokens=20, **ENDLESS) for number in range(100)]
     with serving(model, tmp_path, "--files", "kept", "--replicas", "2") as server:
         name = begin(server.client(), rows)
         for files in ("kept", "link"):
-            assert refusal(model, tmp_path, files) == used.format(files)
+            assert refusal(model, tmp_path, files) == USED.format(files)
         os.killpg(server.process.pid, signal.SIGKILL)
         server.process.wait(timeout=30)
     with serving(model, tmp_path, "--files", "kept") as server:
@@ -302,6 +304,7 @@ def test_a_killed_server_goes_on_with_its_batches(model: Path, tmp_path: Path, n
             os.killpg(server.process.pid, signal.SIGKILL)
             server.process.wait(timeout=30)
     with serving(model, tmp_path, "--files", "kept") as server:
+        assert refusal(model, tmp_path, "kept") == USED.format("kept")
         client = server.client()
         for pair in pairs:
             assert [lines_of(client, name) for name in pair] == wanted

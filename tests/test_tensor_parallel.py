@@ -228,7 +228,6 @@ def in_memory(rank: int, folder: Path, size: int) -> tuple[torch.Tensor, torch.T
         assert module.config.num_attention_heads == 4, "the config is the caller's again"
 
 
-@pytest.mark.slow
 def test_a_module_in_memory_is_divided_and_samples_alike(llama: Path) -> None:
     logits, tokens, _ = in_memory(0, llama, 1)
     for found, sampled, num_heads in run_ranks(2, in_memory, llama, 2):
