@@ -119,7 +119,7 @@ def logits(model: Path, offload: str, device: str) -> torch.Tensor:
         engine.destroy()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_a_model_with_outliers_loses_less(model: Path, prompts: Path, tmp_path: Path, device: str) -> None:
     """By the geometric mean over formats: a single one may be lucky, with random layers."""
     full, ratios = logits(model, "none", device), []

@@ -148,10 +148,8 @@ def served(rank: int, folder: Path, size: int, several: list[dict[str, Any]]) ->
     return found
 
 
-@pytest.mark.parametrize(
-    ("size", "num_configs"),
-    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "num_configs"), [(2, 2), (4, 1)])
 def test_calls_of_several_threads_make_equal_passes(folder: Path, size: int, num_configs: int) -> None:
     few_pages = {"speculate": "ngram", "kv_cache_memory": NUM_PAGES * SIZES["kv_page_size"] * token_bytes(folder)}
     configs = [few_pages, {"admission_order": "longest_first", "kv_cache_tier": "host", "max_sequences": 5}]
@@ -218,7 +216,6 @@ def asynchronous(rank: int, folder: Path) -> list[list[CompletionDelta]]:
         return asyncio.run(run_all())
 
 
-@pytest.mark.slow
 def test_tasks_get_equal_tokens(folder: Path) -> None:
     first, second = run_ranks(2, asynchronous, folder)
     assert first == second
