@@ -8,7 +8,7 @@ import torch
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.grouped_linear import ExpertWeights, grouped_linear_ref
-from zinfer.kernels.quantized import FLOAT8, FRAGMENT_GROUPS, QuantFormat, QuantizedMatrix
+from zinfer.kernels.quantized import FRAGMENT_GROUPS, QuantFormat, QuantizedMatrix
 
 FORMATS: Final = (
     QuantFormat(8),
@@ -98,7 +98,8 @@ def random_matrix(
     """Random codes and scales, made on the device; codes also in the unused half of an odd row's last byte."""
     matrix = QuantizedMatrix.empty(format, rows, columns, dtype, device)
     if format.is_float:
-        matrix.codes.copy_((torch.randn(matrix.codes.shape, device=device) * 100).clamp(-448, 448).to(FLOAT8))
+        values = torch.randn(matrix.codes.shape, device=device) * 100
+        matrix.codes.copy_(values.clamp(-448, 448).to(matrix.codes.dtype))
     else:
         first = -127 if matrix.codes.dtype == torch.int8 else 0
         matrix.codes.random_(first, 128 if matrix.codes.dtype == torch.int8 else 256)

@@ -4,7 +4,7 @@
                                  [--dtype float16] [--tune] [--out F]
 
 Measures products of few tokens both ways (fused, and dequantized for the vendor's product; the break-even point is
-MOST_FUSED_TOKENS in kernels/quantized_linear.py), INT8 by INT8 products, and `dequantize` itself. ``over_fp16`` is the
+MOST_FUSED_TOKENS in kernels/quantized.py), INT8 by INT8 products, and `dequantize` itself. ``over_fp16`` is the
 time of `torch.nn.functional.linear` in the full dtype over the time taken, ``over_bound`` the time taken over that of
 moving the bytes at the rate of a device copy, both of this run; ``call_us`` is the time of a call from Python. Matrices
 are in a model's storage order and alternate, so that their bytes are read from memory and not from the cache.

@@ -27,7 +27,7 @@ from result import keep, publish
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zinfer
-from zinfer.offload.conversions import conversion_bytes
+from zinfer.offload.block import conversion_bytes
 
 _ROUNDS: Final = 5
 _WARM_UPS: Final = 3  # the first call of a form, the one that is recorded, and one that is replayed

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from zinfer.kernels.quantize_tokens import quantize_tokens_kernel, quantize_tokens_ref
-from zinfer.kernels.quantized import FLOAT8, QuantizedMatrix
+from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.quantized_linear import check_input, with_plain_matrix
 
 _MULTIPLE: Final = 16  # of rows and columns, for the library
@@ -45,7 +45,7 @@ def fp8_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | No
 def fp8_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `fp8_linear`, with float32 sums of some rows of the matrix at a time."""
     flat = x.reshape(-1, matrix.columns)
-    codes, scales = quantize_tokens_ref(flat, FLOAT8)
+    codes, scales = quantize_tokens_ref(flat, torch.float8_e4m3fn)
     widened = codes.float()
     values = torch.empty(flat.shape[0], matrix.rows, dtype=torch.float32, device=x.device)
     count = max(_MOST_WIDENED // max(matrix.columns, 1), 1)
@@ -68,7 +68,7 @@ def _fits_tensor_cores(x: torch.Tensor, matrix: QuantizedMatrix) -> bool:
 
 
 def _by_tensor_cores(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-    codes, scales = quantize_tokens_kernel(x.reshape(-1, matrix.columns), FLOAT8)
+    codes, scales = quantize_tokens_kernel(x.reshape(-1, matrix.columns), torch.float8_e4m3fn)
     # With a scale for each token and row the library writes bfloat16 alone, and takes no bias beside few tokens.
     found = torch._scaled_mm(
         codes,

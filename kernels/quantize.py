@@ -6,7 +6,7 @@ from typing import Final, TypeAlias
 import torch
 
 from zinfer.kernels.marlin_layout import codes_in_fragments, put_scales
-from zinfer.kernels.quantized import FLOAT8, SYMMETRIC_INT4_ZERO, QuantFormat, QuantizedMatrix
+from zinfer.kernels.quantized import SYMMETRIC_INT4_ZERO, QuantFormat, QuantizedMatrix
 
 _LEAST_SHARE: Final = 0.5  # of a group's extremes; AWQ's search (Lin et al. 2023) has the same limit
 _NUM_SHARES: Final = 20
@@ -125,7 +125,7 @@ def encode(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | Non
     first, last = format.code_range
     steps = _in_steps(groups, scales.unsqueeze(-1))
     if format.is_float:
-        return steps.clamp(first, last).to(FLOAT8)
+        return steps.clamp(first, last).to(torch.float8_e4m3fn)
     if zeros is not None:
         steps = steps + zeros.unsqueeze(-1)
     return steps.round_().clamp_(first, last)

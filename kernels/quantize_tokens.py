@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.launching import on_device
-from zinfer.kernels.quantized import FLOAT8
 
-_LAST: Final = {torch.int8: 127.0, FLOAT8: 448.0}
+_LAST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest code of each dtype."""
 _LEAST = tl.constexpr(2.0**-100)  # tokens of smaller magnitude count as zeros, since last / magnitude may overflow
 _TOKEN_BLOCK: Final = 4096
@@ -33,7 +32,7 @@ def quantize_tokens_ref(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tens
     largest = values.abs().amax(dim=1, keepdim=True) if x.shape[1] else values.new_zeros(x.shape[0], 1)
     steps = torch.where(largest > _LEAST.value, torch.full_like(largest, last) / largest, 0)
     scaled = values * steps
-    codes = (scaled if dtype == FLOAT8 else scaled.round()).clamp(-last, last).to(dtype)
+    codes = (scaled if dtype == torch.float8_e4m3fn else scaled.round()).clamp(-last, last).to(dtype)
     return codes, (largest / torch.full_like(largest, last)).squeeze(1) + (values * 0).sum(dim=1)
 
 

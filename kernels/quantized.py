@@ -24,15 +24,18 @@ codes of a block: [columns / 64][4 tiles of 16 rows][8 rows][4][16 bytes]. Byte 
 scales of a block: [groups][8 rows][4 tiles][2]: that of [group][g][tile][h] is of row ``16 tile + 8 h + g``.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-import torch
+if TYPE_CHECKING:  # formats need none of it: a plan of a published model is made without torch
+    import torch
 
 SYMMETRIC_INT4_ZERO: Final = 8
-FLOAT8: Final = torch.float8_e4m3fn
+LARGEST_FLOAT8: Final = 448.0
 
 FRAGMENT_ROWS: Final = 64
 """Rows of a block in fragment order."""
@@ -40,6 +43,8 @@ FRAGMENT_COLUMNS: Final = 256
 """Columns that a warp computes at a time: a divisor of the columns of a matrix in fragment order."""
 FRAGMENT_GROUPS: Final = (64, 128, 256)
 """The possible group sizes of matrices in fragment order."""
+MOST_FUSED_TOKENS: Final = 128
+"""The most tokens for the fused kernel: with 256 it was slower on an H200 (benchmarks/kernels.py)."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class QuantFormat:
     def _may_lie_in_fragments(self) -> bool:
         return self.bits == 4 and self.symmetric and self.group_size in FRAGMENT_GROUPS
 
-    def arranged(self, rows: int, columns: int) -> "QuantFormat":
+    def arranged(self, rows: int, columns: int) -> QuantFormat:
         """Return the format in the order for products with a matrix of this shape: fragment order where possible.
 
         For several stacked matrices, ``rows`` are those of each, so that each has whole blocks.
@@ -111,16 +116,17 @@ class QuantFormat:
 
     @property
     def codes_dtype(self) -> torch.dtype:
+        import torch
+
         if self.is_float:
-            return FLOAT8
+            return torch.float8_e4m3fn
         return torch.int8 if self.bits == 8 and self.symmetric else torch.uint8
 
     @property
     def code_range(self) -> tuple[float, float]:
         """The least and the largest code, in multiples of the scale above the zero; about 0 if symmetric."""
         if self.is_float:
-            largest = torch.finfo(FLOAT8).max
-            return -largest, largest
+            return -LARGEST_FLOAT8, LARGEST_FLOAT8
         if self.symmetric:
             largest = 2 ** (self.bits - 1) - 1
             return -largest, largest
@@ -154,8 +160,14 @@ class QuantFormat:
         codes = (rows, columns if self.bits == 8 else -(-columns // 2))
         return {"codes": codes, "scales": groups, **present}
 
+    def part_itemsize(self, name: str, itemsize: int) -> int:
+        """Return the bytes of an element of one of those tensors; ``itemsize`` is that of scales."""
+        return {"codes": 1, "zeros": 1, "column_order": 4}.get(name, itemsize)
+
     def part_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of one of those tensors; ``dtype`` is that of scales."""
+        import torch
+
         return {"codes": self.codes_dtype, "zeros": torch.uint8, "column_order": torch.int32}.get(name, dtype)
 
 
@@ -185,11 +197,11 @@ class QuantizedMatrix:
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
-    def plain(self) -> "QuantizedMatrix":
+    def plain(self) -> QuantizedMatrix:
         """Return the matrix for a product whose input is already ordered and scaled; shares the memory."""
         return replace(self, column_scales=None, column_order=None)
 
-    def part(self, rows: slice) -> "QuantizedMatrix":
+    def part(self, rows: slice) -> QuantizedMatrix:
         """Return some of the rows, sharing their memory; in fragment order, whole blocks."""
         assert not self.format.in_fragments or all(end % FRAGMENT_ROWS == 0 for end in rows.indices(self.rows)[:2])
         zeros = None if self.zeros is None else self.zeros[rows]
@@ -205,8 +217,10 @@ class QuantizedMatrix:
     @classmethod
     def empty(
         cls, format: QuantFormat, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str
-    ) -> "QuantizedMatrix":
+    ) -> QuantizedMatrix:
         """Allocate memory for a matrix, uninitialized."""
+        import torch
+
         format.check_shape(rows, columns)
         parts = {
             name: torch.empty(shape, dtype=format.part_dtype(name, dtype), device=device)

@@ -12,10 +12,8 @@ from torch.nn import functional
 from zinfer.kernels.dequantize import dequantize, has_kernels
 from zinfer.kernels.fragment_linear import can_multiply, fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
-from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.kernels.quantized import MOST_FUSED_TOKENS, QuantizedMatrix
 
-MOST_FUSED_TOKENS: Final = 128
-"""The most tokens for the fused kernel: with 256 it was slower on an H200 (benchmarks/kernels.py)."""
 MOST_FRAGMENT_TOKENS: Final = 96
 """The most tokens for the kernel in fragment order: six tiles of 16, which take less time than dequantizing."""
 

@@ -4,19 +4,59 @@ A slab holds a block's tensors back to back, each at a multiple of 256 bytes, in
 that neighbours in the file stay neighbours in the slab and move in one copy.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final, cast
 
 from zinfer.nvme.aligned import align_up
 
+if TYPE_CHECKING:  # layouts are planned without torch
+    import torch
+
 SLAB_ALIGNMENT_BYTES: Final = 256
+_ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int32": 4, "int8": 1, "uint8": 1}
+NUM_CONVERSION_SLOTS: Final = 2
+"""Slots for the stored form of blocks that are converted: while one is converted, the next one is read."""
+
+
+@dataclass(frozen=True)
+class NamedDtype:
+    """A dtype of torch by its name, in layouts that are only planned, without torch."""
+
+    name: str
+
+    @property
+    def itemsize(self) -> int:
+        return _ITEM_BYTES[self.name]
+
+    @property
+    def is_floating_point(self) -> bool:
+        return "float" in self.name
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """Return a `NamedDtype` where a plan takes a dtype of torch."""
+    return cast("torch.dtype", NamedDtype(name))
+
+
+def dtype_beside(dtype: torch.dtype, name: str) -> torch.dtype:
+    """Return the dtype of a name: torch's, or a `NamedDtype` if ``dtype`` is one."""
+    if isinstance(cast("object", dtype), NamedDtype):
+        return named_dtype(name)
+    import torch
+
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 class Tier(Enum):
@@ -62,6 +102,8 @@ class SlabTensor:
 
     def parameter(self, slab: torch.Tensor) -> torch.nn.Parameter:
         """Return the tensor as a parameter for modules."""
+        import torch
+
         return torch.nn.Parameter(self.view(slab), requires_grad=False)
 
 
@@ -92,12 +134,12 @@ class SlabLayout:
         return hash(self.tensors)
 
     @classmethod
-    def pack(cls, specs: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> "SlabLayout":
+    def pack(cls, specs: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> SlabLayout:
         """Lay out ``(name, dtype, shape)`` one after the other, each aligned to 256 bytes."""
         return cls.place(SlabTensor(*spec) for spec in specs)
 
     @classmethod
-    def place(cls, tensors: Iterable[SlabTensor]) -> "SlabLayout":
+    def place(cls, tensors: Iterable[SlabTensor]) -> SlabLayout:
         """Assign offsets to tensors, one after the other, each aligned to 256 bytes."""
         placed: list[SlabTensor] = []
         offset = 0
@@ -159,7 +201,7 @@ class Extent:
         """Bytes in the file from the first run's beginning to the last one's end."""
         return (self.rows - 1) * self.pitch + self.nbytes // self.rows
 
-    def rows_of(self, begin: int, count: int) -> "Extent":
+    def rows_of(self, begin: int, count: int) -> Extent:
         """Return ``count`` of the runs from run ``begin`` on."""
         return replace(
             self,
@@ -230,3 +272,10 @@ class Block:
         from zinfer.offload.chunks import covered_bytes  # which needs this module
 
         return covered_bytes(self.read_extents)
+
+
+def conversion_bytes(blocks: Sequence[Block], *, to_host: bool) -> int:
+    """Return the device memory of conversions while homes are filled; ``to_host``: CUDA converts for host slabs."""
+    stored = max((block.conversion.layout.nbytes for block in blocks if block.conversion), default=0)
+    slab = max((block.nbytes for block in blocks if block.conversion), default=0)
+    return NUM_CONVERSION_SLOTS * stored + (slab if to_host else 0)

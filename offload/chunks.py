@@ -3,16 +3,19 @@
 A chunk fits one staging slot, so a block of any size passes through a few small pinned buffers.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_down, align_up, covering_range
-from zinfer.offload.block import Extent
+from zinfer.offload.block import Extent, dtype_beside
+
+if TYPE_CHECKING:
+    import torch
 
 # Reading over a gap of this size costs less than another request (64 KiB at 4 GB/s: 16 us).
 _MERGE_GAP_BYTES: Final = 64 << 10
@@ -62,7 +65,7 @@ class Placement:
         """Return the place within a slab (uint8), likewise."""
         return _runs(slab, self.slab_offset, self.slab_nbytes, self.rows, self.slab_pitch)
 
-    def follows(self, other: "Placement") -> bool:
+    def follows(self, other: Placement) -> bool:
         """Whether one copy can move both."""
         return (
             self.rows == other.rows == 1
@@ -194,7 +197,8 @@ class _ChunkCutter:
             first = self._placements.pop()
             nbytes = first.nbytes + new.nbytes
             # A merged placement moves raw bytes: the dtypes of its parts may differ from one another.
-            new = Placement(first.staging_offset, nbytes, torch.uint8, first.slab_offset, nbytes, torch.uint8)
+            raw = dtype_beside(first.dtype, "uint8")
+            new = Placement(first.staging_offset, nbytes, raw, first.slab_offset, nbytes, raw)
         self._placements.append(new)
 
     def _finish(self) -> Chunk:
@@ -214,6 +218,7 @@ def part_of(extent: Extent, begin: int, nbytes: int) -> Extent:
     assert extent.rows == 1, "runs are split by `rows_of`"
     offset = extent.offset + begin
     if extent.dtype == extent.slab_dtype:
-        return Extent(extent.file, offset, nbytes, torch.uint8, extent.slab_offset + begin, torch.uint8)
+        raw = dtype_beside(extent.dtype, "uint8")
+        return Extent(extent.file, offset, nbytes, raw, extent.slab_offset + begin, raw)
     slab_begin = begin // extent.dtype.itemsize * extent.slab_dtype.itemsize
     return replace(extent, offset=offset, nbytes=nbytes, slab_offset=extent.slab_offset + slab_begin)

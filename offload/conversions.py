@@ -8,28 +8,19 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from zinfer.nvme.reader import Reader
-from zinfer.offload.block import Block, Conversion
+from zinfer.offload.block import NUM_CONVERSION_SLOTS, Block, Conversion
 from zinfer.offload.slots import Slot
 from zinfer.offload.source import DiskSource
 from zinfer.offload.transfer import Target, Transfer
 from zinfer.offload.transfer_lane import TransferLane
 
-NUM_SLOTS: Final = 2
-
 TakeTensors: TypeAlias = Callable[[Block], Mapping[str, torch.Tensor]]
 """Returns the tensors of a block whose weights are in memory, by name, and keeps no reference to them."""
-
-
-def conversion_bytes(blocks: Sequence[Block], *, to_host: bool) -> int:
-    """Return the device memory of conversions while homes are filled; ``to_host``: CUDA converts for host slabs."""
-    stored = max((block.conversion.layout.nbytes for block in blocks if block.conversion), default=0)
-    slab = max((block.nbytes for block in blocks if block.conversion), default=0)
-    return NUM_SLOTS * stored + (slab if to_host else 0)
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,7 @@ class Conversions:
     def _allocate(self) -> None:
         conversions = [block.conversion for block in self._blocks if block.conversion]
         nbytes = max(conversion.layout.nbytes for conversion in conversions)
-        self._free.extend(Slot.allocate(nbytes, self._lane.stream) for _ in range(NUM_SLOTS))
+        self._free.extend(Slot.allocate(nbytes, self._lane.stream) for _ in range(NUM_CONVERSION_SLOTS))
 
     def finish_oldest(self) -> None:
         """Convert the block whose reading began first; the compute stream writes its home."""

@@ -10,8 +10,8 @@ import torch
 
 from zinfer.nvme.pool import Pool
 from zinfer.nvme.reader import Reader
-from zinfer.offload.block import Block, Home, Tier
-from zinfer.offload.conversions import NUM_SLOTS, Conversions, TakeTensors
+from zinfer.offload.block import NUM_CONVERSION_SLOTS, Block, Home, Tier
+from zinfer.offload.conversions import Conversions, TakeTensors
 from zinfer.offload.device_shares import DeviceShares
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.partition import WHOLE
@@ -222,7 +222,7 @@ class Homes:
         part = torch.empty(len(slab) // size, dtype=torch.uint8, device=self._stream.device)
         for number, (block, home) in enumerate(self._scattered):
             # One more is read while this one is converted.
-            for each in own[num_begun : number // size + NUM_SLOTS]:
+            for each in own[num_begun : number // size + NUM_CONVERSION_SLOTS]:
                 assert each.conversion is not None
                 self.loaded_bytes += self._conversions.begin(each, slab[: each.nbytes])
                 self.bytes_to_device += each.conversion.layout.nbytes

@@ -1,14 +1,17 @@
 """Divides slabs among ranks: each owns one range of every slab, copies it, and gathers the others from their owners."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import SLAB_ALIGNMENT_BYTES, Block, Extent, Home, SlabLayout, SlabTensor, Tier
 from zinfer.offload.chunks import part_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Partition:
         """
         if self.size == 1:
             return block
+        import torch
+
         begin, end = self.bounds(block.nbytes)
         layout = SlabLayout((SlabTensor("range", torch.uint8, (end - begin,)),))
         extents = tuple(cut for extent in block.extents for cut in _clip(extent, begin, end))

@@ -20,7 +20,7 @@ from zinfer.jobs.comparison import Compared, check_room, compare
 from zinfer.jobs.limited_process import STOPPED
 from zinfer.jobs.rival_worker import _rows_of
 from zinfer.jobs.rivals import Task, chosen_rivals
-from zinfer.model.outline import made_up_model
+from zinfer.model.built_outline import made_up_model
 
 STAND_IN = """
 import os

@@ -8,7 +8,7 @@ from zinfer.kernels import fp8_linear as module
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.fp8_linear import fp8_linear, fp8_linear_ref
 from zinfer.kernels.quantize_tokens import quantize_tokens_ref
-from zinfer.kernels.quantized import FLOAT8, QuantFormat
+from zinfer.kernels.quantized import QuantFormat
 
 FP8 = QuantFormat(8, is_float=True)
 
@@ -22,7 +22,7 @@ def test_the_price_is_the_rounding_of_the_activations(
     monkeypatch.setattr(module, "_MOST_WIDENED", 3 * shape.columns)  # several parts
     matrix = random_matrix(FP8, shape.rows, shape.columns, dtype, "cpu")
     x, bias = random_input(shape, dtype, "cpu")
-    codes, scales = quantize_tokens_ref(x, FLOAT8)
+    codes, scales = quantize_tokens_ref(x, torch.float8_e4m3fn)
     rounded = codes.float().double() * scales.double().unsqueeze(1)
     values = dequantize_ref(matrix, torch.float64)
     for given_bias in (bias, None):

@@ -10,7 +10,8 @@ from kernel_cases import HALVES
 
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantize_tokens import quantize_tokens_kernel, quantize_tokens_ref
-from zinfer.kernels.quantized import FLOAT8
+
+FLOAT8 = torch.float8_e4m3fn
 
 ARRAYS = numpy_strategies.arrays(
     "float32", st.tuples(st.integers(1, 4), st.integers(1, 50)), elements=st.floats(-(2.0**120), 2.0**120, width=32)

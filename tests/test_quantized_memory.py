@@ -9,7 +9,7 @@ import pytest
 from checkpoints import wide_llama
 from engines import drop_page_cache
 
-from zinfer.offload.conversions import NUM_SLOTS
+from zinfer.offload.block import NUM_CONVERSION_SLOTS
 
 NUM_LAYERS = 40
 MEASURED = """
@@ -49,5 +49,5 @@ def test_the_peak_is_the_quantized_model_and_two_blocks(tmp_path: Path) -> None:
     packed_bytes = total_bytes // 6  # 4 bits of 32, scales, norms
     assert found["host"] < packed_bytes + (8 << 20)
     temporaries_bytes, spare_bytes = 8 << 20, 24 << 20
-    most_bytes = found["host"] + NUM_SLOTS * layer_bytes + temporaries_bytes + spare_bytes
+    most_bytes = found["host"] + NUM_CONVERSION_SLOTS * layer_bytes + temporaries_bytes + spare_bytes
     assert found["growth"] < most_bytes < total_bytes / 2

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import wide_llama
 from engines import drop_page_cache
 
-from zinfer.offload.conversions import NUM_SLOTS
+from zinfer.offload.block import NUM_CONVERSION_SLOTS
 
 NUM_LAYERS = 40
 MEASURED = """
@@ -46,5 +46,5 @@ def test_the_memory_is_that_of_a_few_blocks(tmp_path: Path) -> None:
     growth_bytes = json.loads(run.stdout.splitlines()[-1])
     packed_bytes = layer_bytes // 6  # 4 bits of 32, scales, norms
     staging_bytes, temporaries_bytes, spare_bytes = 4 << 20, 8 << 20, 24 << 20
-    allowed = NUM_SLOTS * layer_bytes + 2 * packed_bytes + staging_bytes + temporaries_bytes + spare_bytes
+    allowed = NUM_CONVERSION_SLOTS * layer_bytes + 2 * packed_bytes + staging_bytes + temporaries_bytes + spare_bytes
     assert growth_bytes <= allowed < total_bytes / 4

@@ -129,7 +129,7 @@ def _plan_batch(case: "Case", lengths: tuple[int, int, int | None], ranks: tuple
         from zinfer.planning.memory import Request
         from zinfer.planning.plan import plan_batch
         from zinfer.planning.tables import batch_answer, plan_document, plan_table
-        from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
+        from zinfer.requests.length_limits import DEFAULT_NEW_TOKENS
 
     batch_size, prompt_len, new_tokens = lengths
     whole = Request(batch_size, prompt_len, new_tokens or DEFAULT_NEW_TOKENS)
@@ -182,17 +182,19 @@ def _job(
 ) -> tuple["Job", list[str]]:
     """Return the whole job, of stated rows or a file's, and notes on rows that are left out."""
     with importing():
-        from zinfer.checkpoint.folder import find_folder
-        from zinfer.jobs.row_form import RowForm
-        from zinfer.jobs.token_rows import sample_rows
         from zinfer.planning.job_plan import Job
-        from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
+        from zinfer.requests.length_limits import DEFAULT_NEW_TOKENS
 
     (num_rows, input), (prompt_len, new_tokens) = rows, lengths
     if input is None:
         new_tokens = new_tokens or DEFAULT_NEW_TOKENS
         case.check_length(prompt_len, new_tokens)
         return Job(num_rows or 1, [prompt_len], [new_tokens]), []
+    with importing():
+        from zinfer.checkpoint.folder import find_folder
+        from zinfer.jobs.row_form import RowForm
+        from zinfer.jobs.token_rows import sample_rows
+
     vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
     sample = sample_rows(input, find_folder(model), vocab, RowForm(new_tokens), limits)
     if not sample.bad:

@@ -92,6 +92,18 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
             model's layers cannot be divided so.
     """
     with importing():
+        from zinfer.ranks.mesh import Mesh
+
+    if num_ranks % num_hosts:
+        raise ConfigError(
+            f"--ranks {num_ranks} do not divide among --nodes {num_hosts}; give the ranks of all machines together"
+        )
+    hosts = [str(rank * num_hosts // num_ranks) for rank in range(num_ranks)]
+    stated = vars(case.settings.parallel)
+    mesh = Mesh.of(stated, hosts)
+    if num_ranks == 1:
+        return Arranged(case, case, [], num_hosts)
+    with importing():  # torch, which the plan of one process does without
         from zinfer.model.sharding.cut import Shard
         from zinfer.model.sharding.sharding import Sharding
         from zinfer.planning.memory import Request
@@ -103,23 +115,14 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
             of_mesh,
             plan_meshes,
         )
-        from zinfer.ranks.mesh import Mesh
 
-    if num_ranks % num_hosts:
-        raise ConfigError(
-            f"--ranks {num_ranks} do not divide among --nodes {num_hosts}; give the ranks of all machines together"
-        )
-    hosts = [str(rank * num_hosts // num_ranks) for rank in range(num_ranks)]
-    stated = vars(case.settings.parallel)
-    mesh, several = Mesh.of(stated, hosts), []
     if mesh.num_dividing > 1:
         shard = Shard(0, mesh.num_dividing, mesh.expert)
         Sharding.of(case.outline.tree, shard, stated=case.settings.tensor_parallel)  # raises as the ranks would
-    if num_ranks > 1:
-        planner = batch_planner(work) if isinstance(work, Request) else job_planner(work, is_rough=True)
-        meshes = [mesh] if any(stated.values()) else every_mesh_of(case, num_ranks, num_hosts)
-        with Console(stderr=True).status(f"comparing {len(meshes)} ways to arrange {num_ranks} ranks"):  # if a terminal
-            several = plan_meshes(case, meshes, num_hosts, planner)
-        if not any(stated.values()):
-            mesh = fastest_mesh(several, may_round=case.settings.optimize == "speed") or mesh
+    planner = batch_planner(work) if isinstance(work, Request) else job_planner(work, is_rough=True)
+    meshes = [mesh] if any(stated.values()) else every_mesh_of(case, num_ranks, num_hosts)
+    with Console(stderr=True).status(f"comparing {len(meshes)} ways to arrange {num_ranks} ranks"):  # if a terminal
+        several = plan_meshes(case, meshes, num_hosts, planner)
+    if not any(stated.values()):
+        mesh = fastest_mesh(several, may_round=case.settings.optimize == "speed") or mesh
     return Arranged(case, of_mesh(case, mesh, num_hosts), several, num_hosts)

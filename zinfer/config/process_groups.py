@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-import torch.distributed as dist
-
 from zinfer.config.values import Refused, Unusable
 
 _METHODS: Final = ("get_model_parallel_world_size", "get_model_parallel_rank", "get_model_parallel_group")
@@ -22,6 +20,8 @@ class GroupRanks:
 
 def process_group(value: object) -> GroupRanks:
     """Parse a process group of torch.distributed that this process is in."""
+    import torch.distributed as dist
+
     if not isinstance(value, dist.ProcessGroup):
         raise Unusable("a process group of torch.distributed that this process is in")
     return GroupRanks(tuple(dist.get_process_group_ranks(value)))
@@ -39,6 +39,8 @@ def expert_group(value: object) -> GroupRanks | None:
 
 def parallel_unit(value: object) -> GroupRanks | None:
     """Parse an object with Megatron's functions; None if its group is one process alone."""
+    import torch.distributed as dist
+
     if not all(callable(getattr(value, name, None)) for name in _METHODS):
         raise Unusable(f"an object with {', '.join(_METHODS)}")
     size, rank, group = (getattr(value, name)() for name in _METHODS)

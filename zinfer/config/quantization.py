@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-import torch
-
 from zinfer.config.quantization_keys import INT8, Part
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.config.reading import Given, contradiction
@@ -92,7 +90,7 @@ def _asked(path: str, item: Given) -> Iterator[Part]:
     if path.startswith(_ACTIVATION):
         return
     if path == "dtype":
-        if item.value is torch.int8:
+        if str(item.value) == "torch.int8":
             yield INT8
     elif isinstance(item.value, Part):
         yield item.value

@@ -15,6 +15,7 @@ The meanings follow DeepSpeed 0.19.8:
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +24,8 @@ from typing import Any, Final, Literal
 
 from zinfer.errors import ConfigError
 from zinfer.kernels.quantized import QuantFormat
+
+log = logging.getLogger(__name__)
 
 _EMBEDDING: Final = r"\w*embed\w*|wte|wpe"
 _NORM: Final = r"\w*norm\w*|ln(_\w+|\d+)?"
@@ -192,6 +195,23 @@ class Quantization:
             if rule["group_dim"] == 1:  # left out as in older stores, which knew no other
                 del rule["group_dim"]
         return document
+
+    def check_patterns(self, names: Iterable[str]) -> None:
+        """Refuse patterns that match none of a model's parameters, by their names.
+
+        Patterns of `post_init_quant` are only logged: DeepSpeed uses one configuration for several families.
+
+        Raises:
+            ConfigError: a pattern of `include` or `exclude` matches nothing.
+        """
+        names = list(names)
+        for pattern in self.patterns_without_a_match(names):
+            fault = f"the pattern {pattern!r} occurs in no parameter of this model, whose names are like "
+            fault += names[len(names) // 2]
+            if pattern not in (*self.include, *self.exclude):
+                log.warning("post_init_quant: %s; nothing is quantized by it", fault)
+            else:
+                raise ConfigError(f"quantization: {fault}; correct it, or remove it")
 
     def patterns_without_a_match(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the patterns that occur in no parameter's name; they are probably misspelt."""

@@ -8,16 +8,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from zinfer.config.listing import CheckpointListing
 from zinfer.config.quantization import resolve_quantization
 from zinfer.config.reading import Given, contradiction, merge, read
 from zinfer.config.settings import Ignored, Settings
 from zinfer.config.source import config_keys
+from zinfer.config.values import dtype as parse_dtype
 from zinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 STAGE = "zero_optimization.stage"
 OFFLOAD_DEVICE = "zero_optimization.offload_param.device"
@@ -136,9 +138,9 @@ def _dtype(given: Mapping[str, Given]) -> torch.dtype | None:
     stated: list[tuple[Given, torch.dtype]] = []
     if "dtype" in given and given["dtype"].value.is_floating_point:
         stated.append((given["dtype"], given["dtype"].value))
-    for path, dtype in (("fp16.enabled", torch.float16), ("bf16.enabled", torch.bfloat16)):
+    for path, name in (("fp16.enabled", "fp16"), ("bf16.enabled", "bf16")):
         if path in given and given[path].value:
-            stated.append((given[path], dtype))
+            stated.append((given[path], parse_dtype(name)))
     for (first, ours), (second, theirs) in pairwise(stated):
         if ours != theirs:
             raise contradiction(first, second, "weights have one dtype; keep one of them")

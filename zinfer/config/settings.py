@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from zinfer.config import values
 from zinfer.config.key import setting
@@ -18,6 +16,9 @@ from zinfer.config.listing import CheckpointListing, checkpoint
 from zinfer.config.parallel import ANY_DIVISION, ANY_MESH, NO_GROUPS, ExpertGroups, Parallel, TensorParallel
 from zinfer.config.quantization_rules import Quantization
 from zinfer.config.values import BlockClass, block_classes, choice, count, elements, flag, size_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
+if TYPE_CHECKING:  # a plan of a published model needs no torch
+    import torch
+    from torch import nn
 
 Parser = Callable[[object], object]
 
@@ -34,10 +36,10 @@ _MOST_CHARS = 40  # of a number written as text
 _MOST_S = 10**9
 
 _DTYPES = {
-    **dict.fromkeys(("fp16", "half", "float16"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp32", "float", "float32"), torch.float32),
-    "int8": torch.int8,
+    **dict.fromkeys(("fp16", "half", "float16"), "float16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp32", "float", "float32"), "float32"),
+    "int8": "int8",
 }
 
 
@@ -244,10 +246,14 @@ def choice(*names: str) -> Parser:
 
 def dtype(value: object) -> torch.dtype:
     """Parse a floating-point torch dtype or its name; also int8, which requests quantized weights."""
+    import torch
+
     name = str(value).lower().removeprefix("torch.") if isinstance(value, (str, torch.dtype)) else ""
     if name not in _DTYPES:
         raise Unusable('a torch dtype, "fp16", "bf16", "fp32" or "int8"')
-    return _DTYPES[name]
+    found = getattr(torch, _DTYPES[name])
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def block_classes(value: object) -> tuple[BlockClass, ...] | None:
@@ -256,7 +262,7 @@ def block_classes(value: object) -> tuple[BlockClass, ...] | None:
         raise Unusable(_BLOCKS_EXPECTED)
     found = []
     for kind, linears in value.items():
-        is_class = isinstance(kind, type) and issubclass(kind, nn.Module)
+        is_class = isinstance(kind, type) and _is_module_class(kind)
         names = (linears,) if isinstance(linears, str) else linears
         if not (is_class or isinstance(kind, str)) or not isinstance(names, list | tuple):
             raise Unusable(_BLOCKS_EXPECTED)
@@ -264,6 +270,12 @@ def block_classes(value: object) -> tuple[BlockClass, ...] | None:
             raise Unusable(_BLOCKS_EXPECTED)
         found.append(BlockClass(kind, tuple(names)))
     return tuple(found) or None
+
+
+def _is_module_class(kind: type) -> bool:
+    from torch import nn
+
+    return issubclass(kind, nn.Module)
 
 
 def mixture(value: object) -> str:

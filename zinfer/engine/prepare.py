@@ -16,7 +16,6 @@ from zinfer.model.build import find_dtype, report_device
 from zinfer.model.dtype import warn_of_overflow
 from zinfer.model.leaf_modules import warn_of_missing
 from zinfer.model.partition import ModelBlock, partition_model
-from zinfer.model.quantized_forms import check_patterns
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.shorter_model import ShorterModel
 from zinfer.model.weight_matching import Weight, load_buffers, match_weights
@@ -84,7 +83,8 @@ class PreparedModel:
             CheckpointError: the checkpoint lacks weights of the module, or the module's layers cannot be found.
             ConfigError: a quantization rule matches no parameter, or a weight that cannot be quantized as asked.
         """
-        check_patterns(settings.quantization, module)
+        if settings.quantization is not None:
+            settings.quantization.check_patterns(name for name, _ in module.named_parameters(remove_duplicate=False))
         warn_of_missing(module, settings.leaves)
         scheme = find_stored_scheme(checkpoint) if checkpoint else None
         part_text = scheme.part if scheme else None

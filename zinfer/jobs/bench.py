@@ -31,8 +31,8 @@ from zinfer.jobs.progress import Forecast, JobForecast, Meter, Stretch
 from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.rivals import Task, is_installed
 from zinfer.jobs.summary import weights_line
+from zinfer.model.built_outline import made_up_model
 from zinfer.model.known_models import find_known_model, known_config, near_names
-from zinfer.model.outline import made_up_model
 from zinfer.nvme.temporary_folder import temporary_folder
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition

@@ -47,8 +47,7 @@ from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.planning.job_sizes import Sizes
 from zinfer.quantization.native.manifest import MANIFEST_NAME, Manifest
 from zinfer.requests.generation_config import GenerationDefaults
-from zinfer.requests.length_limits import LengthLimits
-from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
+from zinfer.requests.length_limits import DEFAULT_NEW_TOKENS, LengthLimits
 from zinfer.units import duration
 
 _PADDED_ROWS: Final = 32

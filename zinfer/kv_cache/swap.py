@@ -7,12 +7,11 @@ from typing import Final
 
 import torch
 
+from zinfer.kv_cache import MOVED_AT_ONCE_BYTES
 from zinfer.nvme.aligned import align_up
 from zinfer.nvme.memory import map_memory
 from zinfer.nvme.scratch import ScratchFile
 from zinfer.sampling.async_copy import send
-
-MOVED_AT_ONCE_BYTES: Final = 64 << 20  # or one page: copied on the device first
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from zinfer.errors import ConfigError, LengthError
+from zinfer.errors import LengthError
+from zinfer.requests import length_limits
 from zinfer.requests.length_limits import LengthLimits
 
 # GenerationMixin's default if neither max_new_tokens nor max_length is set (transformers, generation/utils.py).
@@ -76,11 +77,7 @@ def read_limits(model: nn.Module, max_out_tokens: int | None, *, generates: bool
 
 def check_min_out_tokens(model: nn.Module, min_out_tokens: int) -> None:
     """Raise ConfigError if the model has fewer positions than ``min_out_tokens``."""
-    positions = max_positions(model)
-    if positions is not None and min_out_tokens > positions:
-        raise ConfigError(
-            f"min_out_tokens is {min_out_tokens}, but the model has positions for {positions} tokens; lower it"
-        )
+    length_limits.check_min_out_tokens(max_positions(model), min_out_tokens)
 
 
 def check_forward(

@@ -1,43 +1,82 @@
-"""The outline of a model for planning: its blocks, widths and limits, from a checkpoint or from config.json alone.
+"""The outline of a model for planning: its blocks, widths and limits, from a checkpoint, from config.json, or stored.
 
-Without weight files, their layout is made up: every parameter once, end to end in one safetensors file, in the model's
-order. Partitioning and planning then run the same code as on a real checkpoint. No weights are read here.
+[Note: stored outlines]
+Outlines of published models are in known_outlines.json, so that a plan of one imports neither torch nor transformers,
+which take several times as long as the plan. `zinfer.model.built_outline` derives them from the modules themselves;
+after a change of known_models.json, of transformers or of how models are partitioned, write them again by
+``python -m zinfer.model.built_outline``. `tests/test_stored_outlines.py` compares the two.
 """
+
+from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import torch
-from transformers import PreTrainedModel
-
-from zinfer.checkpoint import Checkpoint, TensorEntry
-from zinfer.checkpoint.config_checks import read_config
-from zinfer.checkpoint.folder import CONFIG_NAME, absolute, find_folder, holds_config_alone, resolve_folder
+from zinfer.checkpoint.folder import resolve_folder
 from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization
-from zinfer.errors import CheckpointError, ConfigError
-from zinfer.model.build import build_meta_model
-from zinfer.model.context_length import check_min_out_tokens, max_positions
-from zinfer.model.experts import check_num_experts
-from zinfer.model.known_models import find_known_model, known_config
-from zinfer.model.layers import check_classes
-from zinfer.model.partition import ModelBlock, partition_model
-from zinfer.model.quantized_forms import check_patterns
+from zinfer.errors import ConfigError
+from zinfer.model.known_models import KnownModel, find_known_model, known_config
 from zinfer.model.spec import ModelSpec
-from zinfer.model.stage import Stage, StageModel
-from zinfer.model.weight_matching import Weight, match_weights
-from zinfer.offload.block import Block, Extent
-from zinfer.quantization.stored import find_stored_scheme
-from zinfer.requests.length_limits import LengthLimits
+from zinfer.offload.block import Block, Extent, SlabLayout, SlabTensor, named_dtype
+from zinfer.quantization.slab_matrix import SlabMatrix, quantized_form
+from zinfer.requests.length_limits import LengthLimits, check_min_out_tokens
 
-_MADE_UP_NAME: Final = "model.safetensors"
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from zinfer.model.built_outline import BuiltModel
+    from zinfer.model.stage import Stage
+
+MADE_UP_NAME: Final = "model.safetensors"
 # Where a file's weights would begin: past the header's length, and not aligned to pages, as in real files.
-_MADE_UP_OFFSET: Final = 8
+MADE_UP_OFFSET: Final = 8
+STORED_NAME: Final = "known_outlines.json"
+
+
+class PlannedBlock(Protocol):
+    """A block, and what planning needs of the modules that use it: a `ModelBlock`, or one of a stored outline."""
+
+    @property
+    def block(self) -> Block:
+        """The block."""
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a transformer layer."""
+
+    @property
+    def num_uses(self) -> int:
+        """Loads per pass: a tied embedding and head are one block used twice."""
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether all modules that use it are embeddings."""
+
+
+class OutlinedModel(Protocol):
+    """What an outline is made of: a `BuiltModel`, or a `StoredModel`."""
+
+    @property
+    def tree(self) -> PreTrainedModel:
+        """The module tree, on the meta device."""
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Names of all parameters, tied ones too."""
+
+    def blocks(self, quantization: Quantization | None) -> tuple[PlannedBlock, ...]:
+        """Return the blocks. Raises ConfigError if groups do not divide the model's matrices."""
+
+    def of_stage(self, stage: Stage, quantization: Quantization | None) -> tuple[tuple[PlannedBlock, ...], ModelSpec]:
+        """Return the blocks and the spec of one stage of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -48,47 +87,41 @@ class Outline:
         name: the folder, or the hub name as it was given.
         blocks: all blocks, in the model's order.
         spec: its widths.
-        dtype: of weights, activations and cache.
+        dtype: of weights, activations and cache; a `NamedDtype` in a stored outline.
         max_positions: number of positions; None without a limit.
         files: the checkpoint's; empty if the weights' layout is made up.
-        tree, weights: the module tree and weights that were partitioned; left as they are.
+        model: makes the blocks anew.
     """
 
     name: str
-    blocks: tuple[ModelBlock, ...]
+    blocks: tuple[PlannedBlock, ...]
     spec: ModelSpec
     dtype: torch.dtype
     max_positions: int | None
     files: tuple[Path, ...]
-    tree: PreTrainedModel = field(repr=False, compare=False)
-    weights: Mapping[str, Weight] = field(repr=False, compare=False)
+    model: OutlinedModel = field(repr=False, compare=False)
 
-    def quantized(self, quantization: Quantization) -> "Outline":
+    @property
+    def tree(self) -> PreTrainedModel:
+        """The module tree, which is built now if the outline was stored."""
+        return self.model.tree
+
+    def quantized(self, quantization: Quantization) -> Outline:
         """Return the outline with full-precision matrices stored quantized.
 
         Raises:
             ConfigError: groups do not divide its matrices.
         """
-        return replace(self, blocks=_partition(self.tree, self.weights, quantization, self.folder))
+        return replace(self, blocks=self.model.blocks(quantization))
 
-    def of_stage(self, stage: Stage, quantization: Quantization | None = None) -> "Outline":
+    def of_stage(self, stage: Stage, quantization: Quantization | None = None) -> Outline:
         """Return the outline of one stage of a pipeline, which is a shorter model.
 
         Raises:
             ConfigError: as `StageModel`; or as `quantized`.
         """
-        part = StageModel(self.tree, stage)
-        part.apply()
-        try:
-            blocks = _partition(self.tree, part.own(self.weights), quantization, self.folder)
-            return replace(self, blocks=blocks, spec=ModelSpec.of(self.tree))
-        finally:
-            part.undo()
-
-    @property
-    def folder(self) -> Path:
-        """The model's folder, where its packed store is assumed to be."""
-        return absolute(self.name)
+        blocks, spec = self.model.of_stage(stage, quantization)
+        return replace(self, blocks=blocks, spec=spec)
 
     def limits(self, settings: Settings) -> LengthLimits:
         """Return the limits of a request's lengths under a configuration."""
@@ -127,26 +160,16 @@ def read_outline(
         PlanError: the model is no decoder that generates, or keeps a state other than keys and values.
     """
     if (known := find_known_model(model)) is not None:
-        with tempfile.TemporaryDirectory() as temporary:
-            (Path(temporary) / CONFIG_NAME).write_text(json.dumps(known_config(known)))
-            return replace(read_outline(temporary, dtype, quantization), name=known.name)
-    folder = find_folder(model)
-    if holds_config_alone(folder):
-        tree, checkpoint = made_up_model(folder, dtype)
-    else:
-        checkpoint = Checkpoint.open(model)
-        tree = build_meta_model(checkpoint, dtype)
-    weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
-    return Outline(
-        name=os.fspath(model),
-        blocks=_partition(tree, weights, quantization, folder),
-        spec=ModelSpec.of(tree),
-        dtype=tree.config.dtype,
-        max_positions=max_positions(tree),
-        files=tuple(checkpoint.files),
-        tree=tree,
-        weights=weights,
-    )
+        known_config(known)
+        stored = StoredModel(known)
+        if dtype is None or str(dtype) == str(stored.dtype):
+            return stored.outline(quantization)
+        from zinfer.model.built_outline import known_outline
+
+        return known_outline(known, dtype, quantization)
+    from zinfer.model.built_outline import built_outline  # imports torch and transformers
+
+    return built_outline(model, dtype, quantization)
 
 
 def check_settings(outline: Outline, settings: Settings) -> None:
@@ -157,70 +180,133 @@ def check_settings(outline: Outline, settings: Settings) -> None:
     """
     if settings.checkpoint is not None:
         raise ConfigError(f"checkpoint: the model is given as a folder ({outline.name}) already; remove one of the two")
-    check_classes(outline.tree, settings.block_classes)
-    check_min_out_tokens(outline.tree, settings.min_out_tokens)
-    check_num_experts(outline.tree, settings.num_experts)
-    check_patterns(settings.quantization, outline.tree)
+    check_min_out_tokens(outline.max_positions, settings.min_out_tokens)
+    if settings.block_classes or settings.num_experts is not None:
+        from zinfer.model.experts import check_num_experts
+        from zinfer.model.layers import check_classes
+
+        check_classes(outline.tree, settings.block_classes)
+        check_num_experts(outline.tree, settings.num_experts)
+    if settings.quantization is not None:
+        settings.quantization.check_patterns(outline.model.parameter_names)
     if settings.batching.draft_model is not None:
         resolve_folder(settings.batching.draft_model)
 
 
-def made_up_model(folder: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, Checkpoint]:
-    """Return the model that config.json describes, and a checkpoint of its tensors in a file that is not there.
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block of a stored outline; a `PlannedBlock`."""
 
-    Weights in the folder are ignored.
-
-    Args:
-        folder: an absolute path; holds config.json.
-        dtype: of parameters; None takes config.json's.
-
-    Raises:
-        CheckpointError: as `read_outline`.
-    """
-    bare = Checkpoint(folder, {}, {}, "")
-    _check_config(bare, dtype)
-    tree = build_meta_model(bare, dtype)
-    return tree, replace(bare, tensors=_made_up_tensors(tree, folder / _MADE_UP_NAME))
+    block: Block
+    is_layer: bool
+    num_uses: int
+    is_looked_up: bool
 
 
-def _partition(
-    tree: PreTrainedModel, weights: Mapping[str, Weight], quantization: Quantization | None, folder: Path
-) -> tuple[ModelBlock, ...]:
-    return tuple(_as_in_store(block, folder) for block in partition_model(tree, weights, quantization))
+@dataclass(frozen=True)
+class StoredModel:
+    """A published model, of whose parameters names, shapes and places in a made-up file are stored."""
 
+    known: KnownModel
 
-def _as_in_store(block: ModelBlock, folder: Path) -> ModelBlock:
-    """Return the block as a packed store would hold it, without conversion at load."""
-    if block.block.conversion is None:
-        return block
-    layout = block.block.layout
-    extent = Extent(folder / _MADE_UP_NAME, _MADE_UP_OFFSET, layout.nbytes, torch.uint8, 0, torch.uint8)
-    return replace(block, block=replace(block.block, extents=(extent,), conversion=None))
+    @cached_property
+    def _document(self) -> Mapping[str, Any]:
+        stored, name = _stored_outlines(), self.known.name
+        found: Mapping[str, Any] = stored.get(name) or stored[name.removesuffix(f"-{self.known.format}")]
+        return found
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it is published in; of most weights, if some have another."""
+        return named_dtype(self._document["dtype"])
 
-def _made_up_tensors(model: PreTrainedModel, file: Path) -> dict[str, TensorEntry]:
-    """Return a place in ``file`` for each tensor of the model, end to end in its order, without tied ones."""
-    tensors: dict[str, TensorEntry] = {}
-    offset = _MADE_UP_OFFSET
-    for name, value in model.state_dict(keep_vars=True).items():
-        if name not in model.all_tied_weights_keys:
-            tensors[name] = TensorEntry(name, value.dtype, tuple(value.shape), file, offset, value.nbytes)
-            offset += value.nbytes
-    return tensors
-
-
-def _check_config(checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
-    """Raise CheckpointError if config.json alone does not tell the dtype of each weight."""
-    path = checkpoint.config_path
-    config = read_config(path)
-    if find_stored_scheme(checkpoint) is not None:
-        raise CheckpointError(
-            f"{path}: quantization_config says that weights are quantized, but which of them only their files tell, "
-            f"and there are none beside it; plan with the whole checkpoint, or remove quantization_config from a copy "
-            f'and state "zinfer": {{"quantization": {{"bits": 4, "group_size": 128}}}} in the configuration'
+    def outline(self, quantization: Quantization | None = None) -> Outline:
+        """Return the outline. Raises ConfigError as `blocks`."""
+        return Outline(
+            name=self.known.name,
+            blocks=self.blocks(quantization),
+            spec=ModelSpec.of_document(self._document["spec"]),
+            dtype=self.dtype,
+            max_positions=self._document["max_positions"],
+            files=(),
+            model=self,
         )
-    if dtype is None and not (config.get("dtype") or config.get("torch_dtype")):
-        raise CheckpointError(
-            f"{path}: states no dtype, and there are no weights beside it to tell; add "
-            f'"dtype": "bfloat16" to it, or state dtype in the configuration'
-        )
+
+    @cached_property
+    def _built(self) -> BuiltModel:
+        from zinfer.model.built_outline import BuiltModel, known_outline
+
+        model = known_outline(self.known).model
+        assert isinstance(model, BuiltModel)
+        return model
+
+    @property
+    def tree(self) -> PreTrainedModel:
+        """The module tree, built when first asked for."""
+        return self._built.tree
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Names of all parameters, tied ones too."""
+        names = [
+            f"{each.block.name}.{tensor.name}" if each.is_layer else tensor.name
+            for each in self.blocks(None)
+            for tensor in each.block.layout.tensors
+        ]
+        return [*names, *self._document["tied"]]
+
+    def of_stage(self, stage: Stage, quantization: Quantization | None) -> tuple[tuple[PlannedBlock, ...], ModelSpec]:
+        """Return the blocks and the spec of one stage of a pipeline. Raises ConfigError as `StageModel`."""
+        return self._built.of_stage(stage, quantization)
+
+    def blocks(self, quantization: Quantization | None) -> tuple[PlannedBlock, ...]:
+        """Return the blocks. Raises ConfigError if groups do not divide the model's matrices."""
+        return tuple(self._blocks(quantization))
+
+    def _blocks(self, quantization: Quantization | None) -> Iterator[StoredBlock]:
+        index = 0
+        for entry in self._document["blocks"]:
+            template, _, first = entry["name"].rpartition(".")
+            for number in range(entry.get("count", 1)):
+                name = f"{template}.{int(first) + number}" if "count" in entry else entry["name"]
+                begin = entry["begin"] + number * entry.get("pitch", 0)
+                block = self._block(index, name, begin, entry, quantization)
+                yield StoredBlock(
+                    block, entry.get("is_layer", False), entry["num_uses"], entry.get("is_looked_up", False)
+                )
+                index += 1
+
+    def _block(
+        self, index: int, name: str, begin: int, entry: Mapping[str, Any], quantization: Quantization | None
+    ) -> Block:
+        prefix = f"{name}." if entry.get("is_layer") else ""
+        tensors, extents, offset = list[SlabTensor](), list[Extent](), begin
+        plain = [SlabTensor(each[0], self._dtype_of(each), tuple(each[1])) for each in entry["tensors"]]
+        for tensor, each in zip(plain, entry["tensors"], strict=True):
+            more = each[2] if len(each) > 2 else {}
+            named = replace(tensor, name=prefix + tensor.name)
+            form = named if more.get("is_kept") else quantized_form(quantization, named)
+            tensors.append(replace(form, name=tensor.name))
+            offset += more.get("skipped", 0)
+            extents.append(Extent(_FILE, offset, tensor.nbytes, tensor.dtype, 0, tensor.dtype))
+            offset += tensor.nbytes
+        layout = SlabLayout.place(tensors)
+        if any(isinstance(tensor, SlabMatrix) for tensor in tensors):  # a packed store would hold it as it is
+            raw = named_dtype("uint8")
+            extents = [Extent(_FILE, MADE_UP_OFFSET, layout.nbytes, raw, 0, raw)]
+        else:
+            placed = zip(extents, layout.tensors, strict=True)
+            extents = [replace(extent, slab_offset=tensor.offset) for extent, tensor in placed]
+        return Block(index, name, layout, tuple(extents), encloses=entry.get("encloses", False))
+
+    def _dtype_of(self, tensor: list[Any]) -> torch.dtype:
+        return named_dtype(tensor[2]["dtype"]) if len(tensor) > 2 and "dtype" in tensor[2] else self.dtype
+
+
+_FILE: Final = Path(MADE_UP_NAME)
+
+
+@cache
+def _stored_outlines() -> Mapping[str, Any]:
+    stored: Mapping[str, Any] = json.loads((files("zinfer.model") / STORED_NAME).read_text())
+    return stored

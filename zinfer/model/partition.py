@@ -47,6 +47,16 @@ class ModelBlock:
     bindings: tuple[Binding, ...]
     is_layer: bool
 
+    @property
+    def num_uses(self) -> int:
+        """Loads per pass: a tied embedding and head are one block used twice."""
+        return len(self.sites)
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether all modules that use it are embeddings."""
+        return all(isinstance(site, nn.Embedding) for site in self.sites)
+
 
 @dataclass
 class _Piece:

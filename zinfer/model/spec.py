@@ -4,17 +4,19 @@ No module is built, and sizes are never underestimated: a value that the config 
 usual in its family.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from __future__ import annotations
 
-import torch
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from zinfer.errors import PlanError
-from zinfer.kernels.kv_pages import KV_CODES
+
+if TYPE_CHECKING:  # the spec of a published model is stored, and used without both
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Activations that torch computes in one operation; the others are written out in Python, with intermediates.
 _ONE_OPERATION: Final = frozenset({"relu", "silu", "swish", "gelu", "gelu_pytorch_tanh", "tanh", "sigmoid", "relu6"})
@@ -69,7 +71,7 @@ class KVShape:
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one token in all layers, for a dtype of pages."""
         widths = [self.key_dim] if self.values_in_keys else [self.key_dim, self.value_dim]
-        scale_bytes = _SCALE_BYTES if dtype in KV_CODES else 0
+        scale_bytes = _SCALE_BYTES if dtype.itemsize == 1 else 0
         return self.num_layers * self.num_heads * sum(width * dtype.itemsize + scale_bytes for width in widths)
 
 
@@ -118,7 +120,7 @@ class ModelSpec:
     is_paged: bool = False
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "ModelSpec":
+    def of(cls, model: PreTrainedModel) -> ModelSpec:
         """Read the spec of a decoder-only model that generates.
 
         Raises:
@@ -132,7 +134,7 @@ class ModelSpec:
         return cls.read(model.config)
 
     @classmethod
-    def read(cls, config: PretrainedConfig) -> "ModelSpec":
+    def read(cls, config: PretrainedConfig) -> ModelSpec:
         """Read the decoder that a config describes.
 
         Args:
@@ -148,7 +150,7 @@ class ModelSpec:
             return _read(text, int(text.vocab_size), _windows(text))
 
     @classmethod
-    def read_encoder(cls, config: PretrainedConfig) -> "ModelSpec":
+    def read_encoder(cls, config: PretrainedConfig) -> ModelSpec:
         """Read the encoder that a config describes, or a decoder without its head: no logits and no cache.
 
         Args:
@@ -161,6 +163,22 @@ class ModelSpec:
             text = config.get_text_config(encoder=True)
             return _read(text, 0, (None,))
 
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> ModelSpec:
+        """Return the spec of `as_document`."""
+        experts = document["experts"]
+        own = {
+            "windows": tuple(document["windows"]),
+            "experts": None if experts is None else Experts(**experts),
+            "kv": KVShape(**document["kv"]),
+        }
+        return cls(**{**document, **own})
+
+    def as_document(self) -> dict[str, Any]:
+        """Return the spec as JSON."""
+        document: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return document
+
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """For each layer the positions that a token attends to, its own included; None: all before it."""
@@ -171,7 +189,7 @@ class ModelSpec:
         """The widest of the layers' attention windows; None if a layer has none."""
         return common_window(self.attention_windows)
 
-    def over_pages(self) -> "ModelSpec":
+    def over_pages(self) -> ModelSpec:
         """Return the spec for paged attention: no score tensors, and in latent attention no keys and values per head.
 
         Queries and outputs of latent attention are then as wide as latents, which exist twice: alone, and joined with
@@ -274,6 +292,9 @@ def _latent_key(text: PretrainedConfig) -> int:
 
 def _windows(text: PretrainedConfig) -> tuple[int | None, ...]:
     """Return the most tokens in each layer of transformers' own cache, read from the cache that `generate` makes."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
     layers = DynamicCache(config=text).layers
     kinds = {type(layer) for layer in layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     unknown = sorted(kind.__name__ for kind in kinds if kind.__name__ != _SHARED_LAYER)

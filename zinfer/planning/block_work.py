@@ -4,9 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from torch import nn
-
-from zinfer.model.partition import ModelBlock
+from zinfer.model.outline import PlannedBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block, SlabTensor
 from zinfer.quantization.slab_matrix import SlabMatrix
@@ -43,20 +41,19 @@ class BlockWork:
     has_experts: bool = False
 
 
-def find_work(blocks: Iterable[ModelBlock], spec: ModelSpec) -> tuple[BlockWork, ...]:
+def find_work(blocks: Iterable[PlannedBlock], spec: ModelSpec) -> tuple[BlockWork, ...]:
     """Return the work of a pass on each block of a model."""
     return tuple(_work(block, spec) for block in blocks)
 
 
-def _work(block: ModelBlock, spec: ModelSpec) -> BlockWork:
+def _work(block: PlannedBlock, spec: ModelSpec) -> BlockWork:
     layout = block.block.layout
-    is_looked_up = all(isinstance(site, nn.Embedding) for site in block.sites)
     num_expert_params = sum(tensor.numel for tensor in layout.tensors if "experts" in tensor.name.split("."))
     expert_share = spec.experts.share if spec.experts else 1.0
     return BlockWork(
         block=block.block,
-        num_uses=len(block.sites),
-        active_params=0 if is_looked_up else layout.numel - num_expert_params * (1 - expert_share),
+        num_uses=block.num_uses,
+        active_params=0 if block.is_looked_up else layout.numel - num_expert_params * (1 - expert_share),
         every_token=block.is_layer,
         between_bytes=between_bytes(spec, layout.tensors[0].dtype.itemsize) if block.is_layer and layout.tensors else 0,
         dequantized_bytes=sum(map(_dequantized_bytes, layout.tensors)),

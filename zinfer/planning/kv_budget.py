@@ -4,34 +4,38 @@ Stated sizes are kept. Otherwise passes are as large as is useful, weights get w
 remaining memory of the device or the host.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from zinfer.config import Settings
+from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError, PlanError
-from zinfer.kv_cache.swap import MOVED_AT_ONCE_BYTES
-from zinfer.model.partition import ModelBlock
+from zinfer.kv_cache import MOVED_AT_ONCE_BYTES
+from zinfer.model.outline import PlannedBlock
 from zinfer.model.spec import KVShape, ModelSpec
 from zinfer.nvme.aligned import align_up
-from zinfer.offload.conversions import conversion_bytes
+from zinfer.offload.block import conversion_bytes, dtype_beside
 from zinfer.planning.host_placement import SWAP_SHARE
 from zinfer.planning.memory import Footprint, weight_budget
 from zinfer.planning.pass_sizes import MOST_TOKENS_FROM_DISK, MOST_TOKENS_PER_PASS, find_pass_sizes
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
-from zinfer.sampling.sampler import MOST_PART_LOGITS
+from zinfer.sampling import MOST_PART_LOGITS
 from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.waiting_queue import Order
 from zinfer.units import human_bytes
 
+if TYPE_CHECKING:
+    import torch
+
 PAGE_SIZE: Final = 64
 _PARKED_SHARE: Final = 4  # one in four of the cache's pages
 _MOST_PARKED_BYTES: Final = 4 << 30
-KV_DTYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_KV_DTYPES: Final = {"int8": "int8", "fp8": "float8_e4m3fn"}
 
 _KV_SHARE: Final = 0.3  # of the device, beside resident weights; of free memory on a CPU
 _NUM_SLOTS: Final = 3
@@ -114,10 +118,16 @@ class BatchingBudget:
         )
 
 
+def find_kv_dtype(stated: Batching, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the KV cache: the stated one, else ``dtype``, that of activations."""
+    name = _KV_DTYPES.get(stated.kv_cache_dtype)
+    return dtype if name is None else dtype_beside(dtype, name)
+
+
 def find_budget(
     spec: ModelSpec,
     dtype: torch.dtype,
-    blocks: Sequence[ModelBlock],
+    blocks: Sequence[PlannedBlock],
     settings: Settings,
     limits: MachineLimits,
     free_bytes: int,
@@ -144,7 +154,7 @@ def find_budget(
     page_size = settings.batching.kv_page_size or PAGE_SIZE
     if page_size & (page_size - 1):
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
-    kv_dtype = KV_DTYPES.get(settings.batching.kv_cache_dtype, dtype)
+    kv_dtype = find_kv_dtype(settings.batching, dtype)
     page_bytes = spec.kv.token_bytes(kv_dtype) * page_size
     if num_pages is not None:
         settings = replace(settings, batching=replace(settings.batching, kv_cache_memory=num_pages * page_bytes))
@@ -194,7 +204,7 @@ def find_budget(
 
 def _kv_bytes(
     spec: ModelSpec,
-    blocks: Sequence[ModelBlock],
+    blocks: Sequence[PlannedBlock],
     settings: Settings,
     limits: MachineLimits,
     free_bytes: int,
@@ -233,7 +243,7 @@ def _swapping_within(host_bytes: int, budget: BatchingBudget, settings: Settings
 
 
 def _streams_from_disk(
-    blocks: Sequence[ModelBlock], settings: Settings, limits: MachineLimits, free_bytes: int
+    blocks: Sequence[PlannedBlock], settings: Settings, limits: MachineLimits, free_bytes: int
 ) -> bool:
     """Return whether layers will stream from disk, because of the settings or for lack of memory."""
     stated = settings.batching
@@ -242,7 +252,7 @@ def _streams_from_disk(
     return settings.offload.device == "nvme" or sum(block.block.nbytes for block in blocks) > most_bytes
 
 
-def _weights_share(blocks: Sequence[ModelBlock], settings: Settings, left_bytes: int) -> int:
+def _weights_share(blocks: Sequence[PlannedBlock], settings: Settings, left_bytes: int) -> int:
     """Return the device bytes for weights, of ``left_bytes`` for weights and pages.
 
     All weights, if they may be resident and leave enough for pages. Otherwise the blocks outside the layers, and slots
@@ -276,7 +286,7 @@ class HostShare:
     usual_bytes: int
 
     @classmethod
-    def find(cls, blocks: Sequence[ModelBlock], settings: Settings, limits: MachineLimits) -> "HostShare":
+    def find(cls, blocks: Sequence[PlannedBlock], settings: Settings, limits: MachineLimits) -> HostShare:
         """Compute the share beside a model's blocks."""
         most_bytes = min(limits.host_bytes, limits.pinned_bytes) if limits.on_cuda else limits.host_bytes
         weight_bytes = 0 if settings.offload.device == "nvme" else sum(block.block.nbytes for block in blocks)

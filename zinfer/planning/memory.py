@@ -4,20 +4,22 @@ Pure arithmetic over a `ModelSpec`: an upper bound for transformers' eager and s
 encoders. Every formula names the code it counts; `tests/test_footprint.py` compares them with measured peaks.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
-from zinfer.kernels.padded_attention import padded_attention_bytes
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.units import human_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 # Allowances, not measurements: one for loaded kernels, what the driver keeps for captured graphs, and cuBLAS workspaces
 # (of a preset's memory also for CUDA's context, which is there before a machine's free memory is read); one for the
@@ -56,7 +58,7 @@ class Request:
         """Tokens of a finished sequence."""
         return self.prompt_len + self.new_tokens
 
-    def part(self, count: int) -> "Request":
+    def part(self, count: int) -> Request:
         """Return the part of one group of ranks, of so many groups."""
         return replace(self, batch_size=-(-self.batch_size // count))
 
@@ -88,7 +90,7 @@ class Footprint:
         """Total device memory."""
         return self.kv_bytes + self.activation_bytes
 
-    def dequantizing(self, blocks: Iterable[Block]) -> "Footprint":
+    def dequantizing(self, blocks: Iterable[Block]) -> Footprint:
         """Add the largest quantized matrix in dequantized form, which products of many tokens need."""
         return replace(self, activation_bytes=self.activation_bytes + most_dequantized_bytes(blocks))
 
@@ -276,6 +278,8 @@ class _Forward:
     def _padded_attention(self, q: int) -> int:
         """Count rotated queries with their parts; or the output, the workspace, and a latent attention's own queries
         (`padded_attention`, `_attend_to_latents`)."""
+        from zinfer.kernels.padded_attention import padded_attention_bytes  # imports torch; for CPUs alone
+
         spec, kv = self.spec, self.spec.kv
         workspace_bytes = padded_attention_bytes(spec.num_heads, kv.num_heads, kv.key_dim, kv.value_dim)
         out = self._elements(q, spec.query + (spec.expanded if kv.values_in_keys else 0))

@@ -1,14 +1,17 @@
 """The sizes of passes with continuous batching, and the bytes of their activations."""
 
-from typing import Final, NamedTuple
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zinfer.config.settings import Batching
 from zinfer.model.spec import ModelSpec
 from zinfer.nvme.aligned import align_up
 from zinfer.planning.memory import Request, find_footprint
-from zinfer.sampling.sampler import BYTES_A_LOGIT, MOST_PART_LOGITS
+from zinfer.sampling import BYTES_A_LOGIT, MOST_PART_LOGITS
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_TOKENS_PER_PASS: Final = 16_384
 # Reading 16-bit weights from a 4 GB/s disk takes as long as computing 150,000 tokens with them on an H200.

@@ -17,8 +17,7 @@ from typing import Final
 
 from zinfer.config import Settings
 from zinfer.errors import PlanError
-from zinfer.offload.block import Block, Home, Tier
-from zinfer.offload.conversions import conversion_bytes
+from zinfer.offload.block import Block, Home, Tier, conversion_bytes
 from zinfer.offload.partition import WHOLE, Partition
 from zinfer.planning.host_placement import HostPlanner, HostSide, spread
 from zinfer.probe.limits import MachineLimits

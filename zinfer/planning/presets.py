@@ -1,11 +1,11 @@
 """Machines to plan for: this machine, and named presets with known figures."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
-
-import torch
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError
@@ -14,6 +14,9 @@ from zinfer.probe.limits import MachineLimits, find_limits, free_device_bytes, u
 from zinfer.probe.rates import EXCHANGES, Rates
 from zinfer.ranks.mesh import Mesh
 from zinfer.units import human_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 # Measured shares of an H200's published 989 TFLOP/s (dense bf16) and 4.8 TB/s; assumed for other cards too.
 _MATRIX_SHARE: Final = 0.8
@@ -48,7 +51,7 @@ class Machine:
 
     def of_mesh(
         self, mesh: Mesh, num_hosts: int = 1, memory: Memory = NOTHING_STATED, num_devices: float | None = None
-    ) -> "Machine":
+    ) -> Machine:
         """Return what one ZeRO rank has of this machine: its device, and its part of the host's memory and rates.
 
         Ranks that divide each layer count as one of them, with the memory and the rates of all their devices: what a
@@ -117,10 +120,18 @@ class StatedMachine:
 AS_IT_IS: Final = StatedMachine()
 
 
+@dataclass(frozen=True)
+class _PlannedDevice:
+    """Stands for the torch device of a machine that nothing runs on."""
+
+    type: str = "cuda"
+    index: int = 0
+
+
 def _of_sheet(sheet: DataSheet) -> Machine:
     """Return the machine of a data sheet; its card reaches the shares that an H200 reaches of its own."""
     memory_bytes, host_bytes = int(sheet.memory_bytes), usual_host_bytes(int(sheet.host_bytes))
-    limits = MachineLimits(torch.device("cuda", 0), memory_bytes, host_bytes, host_bytes)
+    limits = MachineLimits(cast("torch.device", _PlannedDevice()), memory_bytes, host_bytes, host_bytes)
     rates = Rates(
         link_bytes_per_s=LINK_BYTES_PER_S[sheet.pcie],
         disk_bytes_per_s=sheet.disk_bytes_per_s,

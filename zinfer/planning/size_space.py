@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 from zinfer.config.settings import Batching
 from zinfer.planning.job_plan import ROWS_TOGETHER, Job
-from zinfer.planning.kv_budget import KV_DTYPES, PAGE_SIZE, HostShare
+from zinfer.planning.kv_budget import PAGE_SIZE, HostShare, find_kv_dtype
 from zinfer.planning.plan import Case
 
 Point: TypeAlias = tuple[float, ...]
@@ -50,7 +50,7 @@ class SizeSpace:
     def __init__(self, case: Case, job: Job) -> None:
         self._stated = stated = case.settings.batching
         kv, device_bytes = case.outline.spec.kv, case.machine.usable_bytes
-        token_bytes = kv.token_bytes(KV_DTYPES.get(stated.kv_cache_dtype, case.outline.dtype))
+        token_bytes = kv.token_bytes(find_kv_dtype(stated, case.outline.dtype))
         self._most_bytes = device_bytes * _MOST_DEVICE_SHARE
         if stated.kv_cache_tier == "host":
             host = HostShare.find(case.outline.blocks, case.settings, case.machine.limits)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from zinfer.kernels.quantized_linear import MOST_FUSED_TOKENS
+from zinfer.kernels.quantized import MOST_FUSED_TOKENS
 from zinfer.offload.block import Home, Tier
 from zinfer.planning.block_work import BlockWork
 from zinfer.planning.memory import Footprint, Request

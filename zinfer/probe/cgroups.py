@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-import psutil
-
 _ROOT: Final = Path("/")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")  # a space in a path is "\040" in mountinfo
 _NO_LIMIT: Final = 1 << 62  # v1 writes "no limit" as the largest multiple of a page in 63 bits
@@ -74,6 +72,8 @@ def free_group_bytes() -> int:
 
 def free_host_bytes() -> int:
     """Return the host memory that this process can use now."""
+    import psutil
+
     return min(int(psutil.virtual_memory().available), free_group_bytes())
 
 

@@ -1,15 +1,18 @@
 """The device of a run, and its memory budgets: stated in the configuration, or shares of free memory."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError
 from zinfer.probe.cgroups import free_group_bytes, free_host_bytes, memory_limit
 from zinfer.units import human_bytes
+
+if TYPE_CHECKING:  # presets are planned without torch
+    import torch
 
 # Shares of free memory for weights; the rest is for activations, the KV cache and other uses of the host.
 _DEVICE_SHARE: Final = 0.8
@@ -47,7 +50,7 @@ class MachineLimits:
         """Return so many bytes of free device memory, or the cap if that is less."""
         return nbytes if self.cap_bytes is None else min(nbytes, self.cap_bytes)
 
-    def least(self, others: "Iterable[MachineLimits]") -> "MachineLimits":
+    def least(self, others: Iterable[MachineLimits]) -> MachineLimits:
         """Return the smallest budgets of several machines or processes, on this one's device."""
         several = [self, *others]
         return replace(
@@ -57,7 +60,7 @@ class MachineLimits:
             pinned_bytes=min(each.pinned_bytes for each in several),
         )
 
-    def stated(self, memory: Memory, free_device_bytes: int, free_host_bytes: int) -> "MachineLimits":
+    def stated(self, memory: Memory, free_device_bytes: int, free_host_bytes: int) -> MachineLimits:
         """Apply the budgets of the configuration: each is a maximum, and so is what there is.
 
         All host memory may be pinned unless less is stated.
@@ -109,6 +112,8 @@ def choose_device(settings: Settings) -> torch.device:
     Raises:
         ConfigError: CUDA is configured, but torch sees no device.
     """
+    import torch
+
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
         raise ConfigError('zinfer.device is "cuda", but torch sees no CUDA device; set it to "auto" or "cpu"')
@@ -163,11 +168,15 @@ def free_device_bytes(limits: MachineLimits) -> int:
 
 def allocatable_bytes(device: torch.device) -> int:
     """Return the memory of a CUDA device that this process may take now: what is free, within the allocator's bound."""
+    import torch
+
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     bound_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
     return max(0, min(free_bytes, bound_bytes - torch.cuda.memory_reserved(device)))
 
 
 def _free_on(device: torch.device) -> int:
+    import torch
+
     torch.cuda.empty_cache()  # memory cached by torch counts as free
     return int(torch.cuda.mem_get_info(device)[0])

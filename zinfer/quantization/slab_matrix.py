@@ -1,15 +1,23 @@
 """A quantized matrix as one tensor of a slab: codes, scales and other parts, each aligned to 256 bytes."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
 
-import torch
-
+from zinfer.config.quantization_rules import Quantization
+from zinfer.errors import ConfigError
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import SLAB_ALIGNMENT_BYTES, Block, SlabLayout, SlabTensor
-from zinfer.quantization.parameter import QuantizedParameter
+
+if TYPE_CHECKING:  # matrices are planned without torch
+    import torch
+
+    from zinfer.quantization.parameter import QuantizedParameter
 
 
 def most_dequantized_bytes(blocks: Iterable[Block]) -> int:
@@ -46,14 +54,19 @@ class SlabMatrix(SlabTensor):
 
     @property
     def nbytes(self) -> int:
-        return sum(align_up(part.nbytes, SLAB_ALIGNMENT_BYTES) for part in self.parts())
+        return sum(
+            align_up(prod(shape) * self.format.part_itemsize(name, self.dtype.itemsize), SLAB_ALIGNMENT_BYTES)
+            for name, shape in self.format.part_shapes(self.rows, self.columns).items()
+        )
 
     @property
     def end(self) -> int:
+        if not self.part_offsets:
+            return self.offset + self.nbytes
         return align_up(max(part.end for part in self.parts()), SLAB_ALIGNMENT_BYTES)
 
     @property
-    def arranged(self) -> "SlabMatrix":
+    def arranged(self) -> SlabMatrix:
         """The matrix with codes and scales in the order that products need, stacked matrices one by one."""
         rows = self.rows if self.transposed else self.shape[-2]
         return replace(self, format=self.format.arranged(rows, self.columns))
@@ -64,6 +77,8 @@ class SlabMatrix(SlabTensor):
         return QuantizedMatrix(self.format, self.columns, **views)
 
     def parameter(self, slab: torch.Tensor) -> QuantizedParameter:
+        from zinfer.quantization.parameter import QuantizedParameter
+
         matrix, picked = self.matrix(slab), None
         if self.format.picks_columns:
             matrix, picked = replace(matrix, column_order=None), matrix.column_order
@@ -83,6 +98,45 @@ class SlabMatrix(SlabTensor):
             parts.append(SlabTensor(f"{self.name}.{name}", dtype, shape, begin))
             offset = align_up(parts[-1].end, SLAB_ALIGNMENT_BYTES)
         return parts
+
+
+def quantized_form(
+    rules: Quantization | None, tensor: SlabTensor, *, transposed: bool = False, scales_columns: bool = False
+) -> SlabTensor:
+    """Return the form of a parameter in a slab: as codes and scales if it is a matrix that matches a rule.
+
+    Args:
+        tensor: the parameter in full precision, under its name in the model.
+        transposed: its module holds the matrix's transpose.
+        scales_columns: the matrix has column scales, from a calibration.
+
+    Raises:
+        ConfigError: the groups of a matching rule do not divide the matrix, or would span rows of several.
+    """
+    shape = tensor.shape
+    if rules is None or len(shape) not in (2, 3) or not tensor.dtype.is_floating_point:
+        return tensor
+    columns = shape[0] if transposed else shape[-1]
+    format = rules.format_for(tensor.name, tensor.numel // max(columns, 1), columns)
+    if format is None:
+        return tensor
+    if rules.groups_rows(tensor.name):
+        if len(shape) == 3:
+            raise ConfigError(
+                f"group_dim = 0: {tensor.name} holds several matrices one below the other, whose rows cannot share "
+                "scales; set it to 1, or leave the parameter out (zinfer.quantization.exclude)"
+            )
+        transposed = not transposed
+    if scales_columns:
+        format = replace(format, scales_columns=True)
+    return SlabMatrix(
+        tensor.name,
+        tensor.dtype,
+        shape,
+        format=format,
+        transposed=transposed,
+        quantizes_input=rules.activations,
+    ).arranged
 
 
 def are_rows_of_one(tensors: Sequence[SlabTensor]) -> bool:

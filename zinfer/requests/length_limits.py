@@ -7,6 +7,10 @@
 from dataclasses import dataclass
 from typing import Final
 
+from zinfer.errors import ConfigError
+
+DEFAULT_NEW_TOKENS: Final = 128
+"""Default of `max_new_tokens`, unless the model's context leaves fewer."""
 _STATED: Final = "max_out_tokens"
 
 
@@ -111,3 +115,11 @@ def _tighter(*limits: tuple[int | None, str], spare: int = 0) -> Limit | None:
         return None
     most, source = min(given, key=lambda each: each[0])
     return Limit(most, f"{source}, less the decoder's first token" if spare else source)
+
+
+def check_min_out_tokens(positions: int | None, min_out_tokens: int) -> None:
+    """Raise ConfigError if a model has fewer positions than ``min_out_tokens``."""
+    if positions is not None and min_out_tokens > positions:
+        raise ConfigError(
+            f"min_out_tokens is {min_out_tokens}, but the model has positions for {positions} tokens; lower it"
+        )

@@ -16,13 +16,12 @@ from pydantic.dataclasses import dataclass
 from zinfer.errors import ConfigError
 from zinfer.requests.client_names import FieldError
 from zinfer.requests.field_errors import TOKEN_IDS, field_error, short, unknown_field
+from zinfer.requests.length_limits import DEFAULT_NEW_TOKENS
 from zinfer.requests.structured_outputs import StructuredOutputsParams, as_structure
 
 OTHER_SPELLINGS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """vLLM's names, which `from_mapping` accepts too."""
 
-DEFAULT_NEW_TOKENS: Final = 128
-"""Default of `max_new_tokens`, unless the model's context leaves fewer."""
 LEAST_SEED: Final = -(2**63)
 MAX_SEED: Final = 2**64 - 1  # every draw hashes eight bytes of it
 MAX_N: Final = 1024  # each is a separate sequence

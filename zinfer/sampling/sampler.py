@@ -17,17 +17,12 @@ from zinfer.requests.bad_words import last_ids
 from zinfer.requests.generation_config import NO_RULES, TokenRules
 from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.sampling import MOST_PART_LOGITS
 from zinfer.sampling.async_copy import DeviceToHostCopy, send
 from zinfer.sampling.filters import draw, kind_of
 from zinfer.sampling.penalties import Penalty, add_biases, forbid, keep_masked, keep_only, penalize
 from zinfer.sampling.structure import StructureMatcher, token_masks
 from zinfer.sampling.weighed import Weighed
-
-# Rows that are not plainly greedy take memory for float64 and int64 copies and a sort's buffers, so a batch is sampled
-# in parts of at most so many logits, or one row.
-MOST_PART_LOGITS: Final = 2**23
-BYTES_A_LOGIT: Final = 100
-"""About the most that a part takes for each of its logits."""
 
 _STREAM: Final = b"zinfer draw"
 

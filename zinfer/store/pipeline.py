@@ -18,8 +18,8 @@ from zinfer.errors import PlanError
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.pool import Pool
 from zinfer.nvme.reader import Reader, ReadObserver
-from zinfer.offload.block import Block
-from zinfer.offload.conversions import Conversions, conversion_bytes
+from zinfer.offload.block import Block, conversion_bytes
+from zinfer.offload.conversions import Conversions
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.source import DiskSource
 from zinfer.offload.staging import StagingRing

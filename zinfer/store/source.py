@@ -15,7 +15,6 @@ from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.build import build_meta_model
 from zinfer.model.partition import ModelBlock, find_extents, partition_model
-from zinfer.model.quantized_forms import check_patterns
 from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.sharding import Sharding
@@ -84,7 +83,8 @@ class Source:
             _refuse_store(checkpoint.folder)
         tree = build_meta_model(checkpoint, settings.dtype)
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
-        check_patterns(rules, tree)
+        if rules is not None:
+            rules.check_patterns(name for name, _ in tree.named_parameters(remove_duplicate=False))
         if shard is not None:
             sharding = Sharding.of(tree, shard, grain=Grain.of(rules, weights), stated=settings.tensor_parallel)
             weights = sharding.cut_weights(weights)

@@ -24,7 +24,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 
 from zinfer.errors import CheckpointError
-from zinfer.kernels.quantized import FLOAT8, QuantFormat, QuantizedMatrix
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.filling import fill_codes, fill_order, fill_scales, fill_words, fill_zeros, unpack
 from zinfer.quantization.foreign.parts import (
     FLOATS,
@@ -178,7 +178,7 @@ def _check_parts(target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> 
     dtypes = {
         "weight_packed": (torch.int32,),
         "weight_shape": INTEGERS,
-        "weight": (FLOAT8,) if target.format.is_float else (torch.int8,),
+        "weight": (torch.float8_e4m3fn,) if target.format.is_float else (torch.int8,),
         "weight_scale": FLOATS,
         "weight_zero_point": (torch.int32, torch.int8) if "weight_packed" in parts else (torch.int8,),
         "weight_g_idx": INTEGERS,

@@ -10,7 +10,7 @@ import torch
 from zinfer.errors import CheckpointError
 from zinfer.kernels.marlin_layout import put_scales
 from zinfer.kernels.quantize import pack_int4
-from zinfer.kernels.quantized import FLOAT8, QuantizedMatrix
+from zinfer.kernels.quantized import QuantizedMatrix
 
 SLICE_ELEMENTS: Final = 4 << 20  # elements converted at a time
 
@@ -31,7 +31,7 @@ def fill_codes(target: QuantizedMatrix, codes: torch.Tensor) -> None:
     if target.format.bits == 4:
         codes = pack_int4(codes, in_fragments=target.format.in_fragments)
     elif target.format.is_float:
-        codes = codes.view(FLOAT8)
+        codes = codes.view(torch.float8_e4m3fn)
     elif target.format.symmetric:
         codes = (codes ^ 0x80).view(torch.int8)
     target.codes.copy_(codes)
