@@ -136,10 +136,12 @@ class Sample(NamedTuple):
     num_ranks: int
 
     def simulations(self, window: int | None) -> Simulations:
-        """Return the simulations of these rows; ``window`` as for `Simulations`."""
+        """Return simulations of these rows that are about right; ``window`` as for `Simulations`."""
         rows, other = self.rows, self.other
         lengths = None if other is rows else (other.prompt_lens, other.new_tokens)
-        return Simulations(rows.prompt_lens, rows.new_tokens, window, self.scale, lengths, self.num_ranks)
+        return Simulations(
+            rows.prompt_lens, rows.new_tokens, window, self.scale, lengths, self.num_ranks, is_exact=False
+        )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ Shared prefixes and sequences that end early make a job shorter; neither is simu
 While no sequence is preempted, a pass follows from sums alone: how many sequences decode, how many of them need a page,
 and which end. So most simulations keep sums in place of sequences, a tenth of the work, and give what the scheduler
 does to the last number; `tests/test_simulation.py` compares the two. Once pages run short, the scheduler itself runs.
+A search for sizes has no time for that, and counts preemption too: the sequence admitted last gives up its pages, and
+returns first. What differs, the order within a pass, moves few passes (a test compares their seconds).
 
 [Note: passes in step]
 Ranks that share the bytes of weights make each pass together, each over rows of its own, and it takes as long as that
@@ -43,6 +45,8 @@ def simulate(
     order: PassOrder = USUAL,
     most_passes: float = math.inf,
     wanted: Container[int] | None = None,
+    *,
+    is_exact: bool = True,
 ) -> list[PassSize]:
     """Schedule the passes of a job.
 
@@ -54,6 +58,7 @@ def simulate(
         order: of every pass.
         most_passes: more are not of interest; one more is returned then.
         wanted: numbers of prompts; passes without any of them are left out. None: there are no such passes.
+        is_exact: the scheduler itself runs once pages run short; else preemption is counted too, which is about right.
 
     Raises:
         PlanError: a sequence does not fit the cache even alone.
@@ -64,7 +69,7 @@ def simulate(
     if window is None and wanted is None and budget.num_sets == 1:
         for row in zip(prompt_lens, new_tokens, strict=True):
             check_pages(*row, budget.num_pages, budget.page_size, None)
-        counted = _CountedPasses(prompt_lens, new_tokens, budget, order).up_to(most_passes)
+        counted = _CountedPasses(prompt_lens, new_tokens, budget, order, preempts=not is_exact).up_to(most_passes)
         return _passes(*job, shares=True) if counted is None else counted
     return _passes(*job, shares=False) or _passes(*job, shares=True)
 
@@ -104,15 +109,30 @@ def _passes(
 
 
 class _CountedPasses:
-    """Counts the passes of a job whose sequences are never preempted; see [Note: counted passes].
+    """Counts the passes of a job; see [Note: counted passes].
 
-    Every step is one of `Scheduler`, with a budget of one set of passes, no window and no shared pages.
+    Every step is one of `Scheduler`, with a budget of one set of passes, no window and no shared pages, as long as no
+    sequence is preempted.
+
+    Args:
+        preempts: count preemption too; else there are no passes if pages run short.
     """
 
     def __init__(
-        self, prompt_lens: Sequence[int], new_tokens: Sequence[int], budget: BatchingBudget, order: PassOrder
+        self,
+        prompt_lens: Sequence[int],
+        new_tokens: Sequence[int],
+        budget: BatchingBudget,
+        order: PassOrder,
+        *,
+        preempts: bool = False,
     ) -> None:
-        self._prompts, self._news, self._page = prompt_lens, new_tokens, budget.page_size
+        self._preempts, self._most_swapped, self._num_swapped = preempts, budget.most_swapped_pages, 0
+        self._rows = list(zip(prompt_lens, new_tokens, strict=True))
+        # Of a preempted sequence the tokens so far count as its prompt, of which those that are swapped out are kept.
+        self._prompts, self._news, self._page = list(prompt_lens), list(new_tokens), budget.page_size
+        self._kept: dict[int, int] = {}
+        self._decoding: dict[int, int] = {}  # last passes by number, in the order of admission
         self._num_pages, self._lends, self._max_sequences = budget.num_pages, budget.lends, budget.max_sequences
         self._token_budget = budget.tokens_per_pass
         self._most_tokens = min(budget.tokens_per_pass, order.most_tokens or budget.tokens_per_pass)
@@ -136,10 +156,13 @@ class _CountedPasses:
         while self._sums.count:
             lent, self._num_lent = self._num_lent, self._num_spare
             needed = self._on_boundary[self._place % self._page]
-            if needed > self._num_free or self._num_decodes > self._token_budget:
+            is_short = needed > self._num_free
+            if (is_short and not self._preempts) or self._num_decodes > self._token_budget:
                 return None
-            self._num_free -= needed
-            chunks = self._chunks()
+            if is_short:
+                self._preempt()
+            self._num_free -= self._on_boundary[self._place % self._page]
+            chunks = [] if is_short else self._chunks()
             if not chunks and not self._num_decodes:
                 return None
             if len(sizes) > most_passes:
@@ -180,20 +203,49 @@ class _CountedPasses:
             num_left -= end - begin
         while num_left and num_running < self._max_sequences and self._waiting and num_running < self._most_running:
             number, most = self._waiting[0], self._num_free_beside(num_running)
-            end = min(self._prompts[number], num_left)
+            begin = self._kept.get(number, 0)
+            end = min(self._prompts[number], begin + num_left)
             wanted = -(-end // self._page)
             if not most or (num_running and most < wanted):
                 break
             self._waiting.popleft()
             taken = min(wanted, most)
             end = min(end, taken * self._page)
+            if end <= begin:  # alone, and its pages are not enough: it is computed again
+                begin = 0
+            self._num_swapped -= -(-self._kept.pop(number, 0) // self._page)
             self._num_free -= taken
-            num_left, num_running = num_left - end, num_running + 1
-            chunks.append((number, 0, end))
+            num_left, num_running = num_left - (end - begin), num_running + 1
+            chunks.append((number, begin, end))
             if end < self._prompts[number]:
                 self._prompt = number, end, taken
                 break
         return chunks
+
+    def _preempt(self) -> None:
+        """Preempt the sequences admitted last, the prompt under way first, until the others get their pages."""
+        if self._prompt is not None:
+            number, computed, num_pages = self._prompt
+            self._prompt = None
+            self._put_back(number, computed, num_pages)
+        while self._on_boundary[self._place % self._page] > self._num_free and self._num_decodes > 1:
+            number, last = self._decoding.popitem()
+            num_left = last - self._place + 1
+            computed = self._prompts[number] + self._news[number] - 1 - num_left
+            self._ending[last].remove(number)
+            self._on_boundary[(self._place - computed) % self._page] -= 1
+            self._num_decodes, self._num_computed = self._num_decodes - 1, self._num_computed - computed
+            self._prompts[number], self._news[number] = computed + 1, num_left
+            self._put_back(number, computed, -(-computed // self._page))
+
+    def _put_back(self, number: int, computed: int, num_pages: int) -> None:
+        """Let a preempted sequence wait before all others, with its pages swapped out as far as they may be."""
+        self._num_free += num_pages
+        swapped = -(-computed // self._page)
+        if 0 < swapped <= self._most_swapped - self._num_swapped:
+            self._num_swapped += swapped
+            self._kept[number] = computed
+        self._waiting.appendleft(number)
 
     def _num_free_beside(self, num_others: int) -> int:
         return max(self._num_free - min(num_others, self._most_reserved), 0)
@@ -208,13 +260,16 @@ class _CountedPasses:
                 self._prompt = None
             self._num_decodes, self._num_computed = self._num_decodes + 1, self._num_computed + end
             self._on_boundary[(self._place + 1 - end) % self._page] += 1
-            self._ending.setdefault(self._place + self._news[number] - 1, []).append(number)
+            last = self._place + self._news[number] - 1
+            self._ending.setdefault(last, []).append(number)
+            self._decoding[number] = last
         for number in self._ending.pop(self._place, ()):
             prompt, new, num_pages = self._prompts[number], self._news[number], self._allocated[number]
             self._num_decodes, self._num_computed = self._num_decodes - 1, self._num_computed - prompt - new + 1
             self._on_boundary[(self._place + 1 - prompt - new + 1) % self._page] -= 1
             self._num_free += num_pages
-            self._sums.change(-1, -num_pages, -prompt, -new)
+            del self._decoding[number]
+            self._sums.change(-1, -num_pages, *(-each for each in self._rows[number]))
         self._place += 1
 
 
@@ -283,6 +338,7 @@ class Simulations:
         scale: rows for each row of the sample, 1 or more.
         other: ``prompt_lens`` and ``new_tokens`` of another rank in step; see [Note: passes in step].
         num_ranks: that are in step.
+        is_exact: as for `simulate`.
 
     ``num_passes``: passes simulated so far.
     """
@@ -295,7 +351,10 @@ class Simulations:
         scale: float = 1.0,
         other: tuple[Sequence[int], Sequence[int]] | None = None,
         num_ranks: int = 1,
+        *,
+        is_exact: bool = True,
     ) -> None:
+        self._is_exact = is_exact
         self._rows = [(prompt_lens, new_tokens), *([other] if other is not None else [])]
         self._scale, self._num_ranks = scale, num_ranks
         self._longest = max(sum(row) for lengths in self._rows for row in zip(*lengths, strict=True))
@@ -317,7 +376,10 @@ class Simulations:
                 return RankPasses.of(ranks, self._num_ranks, scale)
         ranks = []
         for prompt_lens, new_tokens in self._rows:
-            ranks.append(simulate(prompt_lens, new_tokens, budget, self.window, order, most_passes))
+            window = None if self.window is not None and self._longest <= self.window else self.window
+            ranks.append(
+                simulate(prompt_lens, new_tokens, budget, window, order, most_passes, is_exact=self._is_exact)
+            )
             self.num_passes += len(ranks[-1])
             if len(ranks[-1]) > most_passes:
                 raise PlanError(f"more than {most_passes:,.0f} passes")
