@@ -41,9 +41,8 @@ def test_the_passes_are_those_of_the_job(folder: Path, tokens_per_pass: int, mem
         assert predicted.tokens_per_s == pytest.approx(sum(counts) / predicted.seconds)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_counted_passes_are_those_of_the_scheduler(seed: int) -> None:
-    """Of any rows and sizes; the scheduler itself is asked where some rows are wanted, here all."""
+def random_job(seed: int) -> tuple[list[int], list[int], BatchingBudget, PassOrder]:
+    """Prompts, new tokens, a budget and an order of passes."""
     draw = random.Random(seed)
     num_sequences, num_pages = draw.choice([1, 2, 5, 20, 100]), draw.choice([8, 20, 60, 200, 1000])
     budget = BatchingBudget(
@@ -61,10 +60,32 @@ def test_counted_passes_are_those_of_the_scheduler(seed: int) -> None:
     num_tokens, longest, most_new = num_pages * budget.page_size, draw.choice([5, 60, 400]), draw.choice([1, 8, 60])
     prompts = [min(draw.randint(1, longest), num_tokens) for _ in range(draw.choice([1, 3, 20, 80]))]
     counts = [min(draw.randint(1, most_new), num_tokens - prompt + 1) for prompt in prompts]
+    return prompts, counts, budget, order
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_counted_passes_are_those_of_the_scheduler(seed: int) -> None:
+    """Of any rows and sizes; the scheduler itself is asked where some rows are wanted, here all."""
+    prompts, counts, budget, order = random_job(seed)
     expected = simulate(prompts, counts, budget, order=order, wanted=range(len(prompts)))
     assert simulate(prompts, counts, budget, order=order) == expected
     few = len(expected) // 2 + 0.5
     assert simulate(prompts, counts, budget, order=order, most_passes=few) == expected[: int(few) + 1]
+
+
+def test_counted_preemption_is_about_that_of_the_scheduler() -> None:
+    """Every row gets its tokens, in about as many passes, whose tokens are about as many."""
+    num_different = 0
+    for seed in range(200):
+        prompts, counts, budget, order = random_job(seed)
+        exact = simulate(prompts, counts, budget, order=order)
+        counted = simulate(prompts, counts, budget, order=order, is_exact=False)
+        num_different += counted != exact
+        assert sum(size.num_samples for size in counted) == sum(counts), seed
+        assert len(counted) == pytest.approx(len(exact), rel=0.05), seed
+        totals = (sum(size.num_context for size in each) for each in (counted, exact))
+        assert next(totals) == pytest.approx(next(totals), rel=0.05), seed
+    assert num_different, "no sequence was preempted"
 
 
 def test_seconds_are_the_sum_of_the_passes() -> None:
@@ -189,10 +210,10 @@ def test_a_pass_in_step_is_as_large_as_the_largest_of_all_ranks() -> None:
 def test_what_is_kept_is_what_would_be_simulated_anew(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     draw, num_anew, num_preempted = random.Random(5), 0, 0
 
-    def counting(*args: object) -> list[PassSize]:
+    def counting(*args: object, **options: bool) -> list[PassSize]:
         nonlocal num_anew
         num_anew += 1
-        return simulate(*args)  # type: ignore[arg-type]
+        return simulate(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(simulation, "simulate", counting)
     for _ in range(10):

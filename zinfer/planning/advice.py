@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
 from zinfer.config import Settings
@@ -75,7 +76,8 @@ def advise(planned: BatchPlan) -> tuple[Advice, ...]:
 
 def fitting_changes(case: Case, request: Request) -> Iterator[str]:
     """Yield changes that make a request fit; each one has been planned."""
-    if _try(plan_job, case, Job(request.batch_size, [request.prompt_len], [request.new_tokens])):
+    job = Job(request.batch_size, [request.prompt_len], [request.new_tokens])
+    if _try(partial(plan_job, is_rough=True), case, job):
         yield f"a job that shares its passes (--rows {request.batch_size} instead of --batch-size)"
     batch_size = request.batch_size
     while batch_size := batch_size // 2:
@@ -115,7 +117,7 @@ def job_advice(planned: JobPlan, settings: Settings, given: Mapping[str, Any] | 
 def fitting_job_changes(case: Case, job: Job) -> Iterator[str]:
     """Yield changes that make a job fit; each one has been planned."""
     for words, smaller in _quantized(case):
-        if _try(plan_job, smaller, job):
+        if _try(partial(plan_job, is_rough=True), smaller, job):
             yield words
 
 

@@ -59,13 +59,18 @@ class HostPlanner:
             PlanError: a budget is too small, or the settings allow no home for weights that are in no file.
         """
         self._check_offload()
-        sides = [side for ring in self._rings() if (side := self._best_side(ring)) is not None]
+        sides: list[HostSide] = []
+        for ring in self._rings():
+            if (side := self._best_side(ring)) is None:
+                continue
+            if len(side.hosted) == len(self.streamed):
+                return side
+            sides.append(side)
         if not sides:
             raise self._too_little_host_memory()
-        whole = [side for side in sides if len(side.hosted) == len(self.streamed)]
         share = min(self.limits.host_bytes, self.limits.pinned_bytes) // _STAGING_SHARE
         modest = [side for side in sides if side.num_staging * side.staging_bytes <= share]
-        return [*whole, *modest, sides[-1]][0]
+        return [*modest, sides[-1]][0]
 
     def most_ring_bytes(self) -> int:
         """Return the maximum bytes of staging slots, whichever blocks stream."""

@@ -255,8 +255,8 @@ class _Planner:
         return _resident_sets(tuple(enclosing), tuple(outer), self.layers, most_layers, tuple(nbytes))
 
     def _device_bytes(self, resident: frozenset[int], whole: frozenset[int]) -> int:
-        in_slots = [self._whole_bytes[index] for index in self._in_slots(whole)]
-        slots = min(self.num_slots, len(in_slots)) * max(in_slots, default=0)
+        largest = next((self._whole_bytes[index] for index in self._largest_first if index not in whole), 0)
+        slots = min(self.num_slots, len(self.blocks) - len(whole)) * largest
         # Conversions end before the slots are allocated.
         return max(slots, self._converting_bytes) + self._bytes_of(resident, whole)
 
@@ -281,6 +281,11 @@ class _Planner:
     def _whole_bytes(self) -> list[int]:
         """Device memory of each block as compute uses it."""
         return [self.partition.gathered_bytes(block.nbytes) for block in self.blocks]
+
+    @cached_property
+    def _largest_first(self) -> list[int]:
+        """Indices of the blocks by `_whole_bytes`."""
+        return sorted(range(len(self.blocks)), key=self._whole_bytes.__getitem__, reverse=True)
 
     @cached_property
     def _range_bytes(self) -> list[int]:

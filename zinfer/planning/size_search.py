@@ -21,8 +21,8 @@ from zinfer.planning.trials import Trials
 LONG_S: Final = 120.0
 """Seconds of jobs for which a plan may take a few seconds more."""
 _NUM_SPREAD: Final = 48
-_NUM_ROUGHLY_SPREAD: Final = 24
-_SPREAD_STEPS: Final = 300_000  # of simulations: about a second
+_NUM_ROUGHLY_SPREAD: Final = 16
+_SPREAD_STEPS: Final = 300_000  # of simulations
 _FEWEST_SPREAD: Final = 16  # however long they take
 _NUM_KEPT: Final = 3
 _NUM_ROUGH: Final = 8  # points tried around each of them, or half as many if they take long
