@@ -375,6 +375,18 @@ def test_weights_are_read_while_modules_are_imported(tmp_path: Path) -> None:
     assert "zinfer-ahead" in child.stderr.splitlines()[0]
 
 
+def test_threads_and_exit_functions_end_before_the_process_does() -> None:
+    code = (
+        "import atexit, threading, time, torch; from zinfer.cli import main\n"
+        "atexit.register(print, 'registered')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.5), print('waited'))).start(); main()"
+    )
+    words = ["run", "--model", "./nothere", "--input", "in.jsonl", "--output", "out.jsonl"]
+    child = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert (child.returncode, child.stdout) == (2, "waited\nregistered\n")
+    assert "nothere" in child.stderr
+
+
 def test_help_and_version_import_nothing_heavy() -> None:
     """No command's module, and no package that prints; what counts is what was imported, not how long it took."""
     code = (

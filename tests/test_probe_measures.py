@@ -152,7 +152,7 @@ def test_sizes_stay_within_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> N
     cpu = torch.device("cpu")
     plenty = full_sizes([cpu])
     assert plenty.link_bytes <= FULL_CPU.link_bytes
-    monkeypatch.setattr("zinfer.probe.limits.free_group_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr("zinfer.probe.cgroups.free_group_bytes", lambda: 100 * MIB)
     scarce = full_sizes([cpu])
     for nbytes in (scarce.link_bytes, scarce.host_bytes, scarce.device_bytes):
         assert 0 < nbytes <= 10 * MIB

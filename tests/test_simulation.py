@@ -122,7 +122,7 @@ def test_seconds_are_the_sum_of_the_passes() -> None:
     assert found.seconds == 5.0 + 2.0 + 2.0
     assert (found.num_passes, found.tokens_per_pass, found.bottleneck) == (3, 40.0, "link")
     assert found.tokens_per_s == 24 / 9
-    assert str(found) == "9 s, 3 passes of 40 tokens (link), 2.7 tokens/s"
+    assert str(found) == "9 s for 3 passes of 40 tokens (link), 2.7 tokens/s"
 
 
 def test_passes_of_a_form_are_replayed_once_they_recur() -> None:

@@ -64,6 +64,8 @@ def bench(
             from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch
 
             begin_rank(ranks)
+            import torch  # noqa: F401  settings import it inside functions
+
             from zinfer.config import resolve_settings
             from zinfer.jobs.bench_request import BenchRequest
             from zinfer.jobs.rivals import chosen_rivals

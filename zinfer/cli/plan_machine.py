@@ -134,6 +134,10 @@ def open_case(
         from zinfer.planning.plan import Case
         from zinfer.planning.presets import find_preset, probed_machine, this_machine
 
+    if known is None or options.preset is None:
+        with importing():
+            import torch  # noqa: F401  outlines and limits import it inside functions
+
     keys = {"parallel": parse_parallel(parallel), **(WEIGHTS[weights] if weights is not None else {})}
     settings = resolve_settings(config, keys, options=STATED_BY)
     is_stated = settings.quantization is not None or weights is not None

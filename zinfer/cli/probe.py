@@ -52,6 +52,8 @@ def probe(
             from zinfer.cli.launch import begin_rank, choose_num_ranks, launch
 
             begin_rank(ranks)
+            import torch  # noqa: F401  limits import it inside functions
+
             from zinfer.config import Settings
             from zinfer.probe.limits import choose_device
             from zinfer.ranks.group import join_group

@@ -204,6 +204,8 @@ def run(
             from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch
 
             begin_rank(ranks)
+            import torch  # noqa: F401  settings import it inside functions
+
             from zinfer.config import resolve_settings
 
         stated = {"device": device, **({"optimize": "speed"} if fast else {}), **keys}

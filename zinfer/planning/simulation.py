@@ -377,9 +377,7 @@ class Simulations:
         ranks = []
         for prompt_lens, new_tokens in self._rows:
             window = None if self.window is not None and self._longest <= self.window else self.window
-            ranks.append(
-                simulate(prompt_lens, new_tokens, budget, window, order, most_passes, is_exact=self._is_exact)
-            )
+            ranks.append(simulate(prompt_lens, new_tokens, budget, window, order, most_passes, is_exact=self._is_exact))
             self.num_passes += len(ranks[-1])
             if len(ranks[-1]) > most_passes:
                 raise PlanError(f"more than {most_passes:,.0f} passes")
