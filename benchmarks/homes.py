@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.model.build import build_meta_model
 from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.weight_matching import match_weights
 from zinfer.offload.block import Block
+from zinfer.weights import Checkpoint
 
 CASES = ("host", "disk", "half", "resident-0", "resident-25", "resident-50", "resident-75", "overhead")
 

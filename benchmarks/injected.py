@@ -39,7 +39,7 @@ from zinfer.kernels.norm import NormKind, norm_kernel, norm_ref
 from zinfer.kernels.quantized import QuantFormat
 from zinfer.kernels.quantized_linear import MOST_FRAGMENT_TOKENS
 from zinfer.kernels.rotary import rotate_kernel, rotate_ref
-from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.weights.parameter import QuantizedParameter
 
 _HEAD: Final = 128
 _EPS: Final = 1e-6

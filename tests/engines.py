@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import zinfer
-from zinfer.checkpoint import Checkpoint
 from zinfer.model.build import build_meta_model
 from zinfer.model.partition import partition_model
 from zinfer.model.weight_matching import match_weights
@@ -18,6 +17,7 @@ from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Block
 from zinfer.offload.chunks import covered_bytes
 from zinfer.offload.stats import RunStats
+from zinfer.weights import Checkpoint
 
 HOMES = ("resident", "host", "disk", "mixed")
 

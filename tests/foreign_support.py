@@ -11,7 +11,7 @@ import torch
 
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.quantization.foreign import Scheme, find_scheme
+from zinfer.weights.formats import Scheme, find_scheme
 
 PARAMETER = "model.layers.0.mlp.up_proj.weight"
 MODULE = PARAMETER.removesuffix(".weight")

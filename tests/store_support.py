@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 import zinfer.store.writing
 from zinfer.config import Settings, resolve_settings
-from zinfer.store.folder import place_file
-from zinfer.store.progress import StoreSummary
+from zinfer.store.files import place_file
+from zinfer.store.pipeline import StoreSummary
 from zinfer.store.writing import write_store
 
 

@@ -10,7 +10,6 @@ import pytest
 from ranks_support import run_ranks
 from test_bench import GPT_OSS, LLAMA, MIXTRAL, check_refused, folder_of, zinfer_bench
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs import comparison
 from zinfer.jobs.bench import BenchRequest, run_bench
@@ -21,6 +20,7 @@ from zinfer.jobs.limited_process import STOPPED
 from zinfer.jobs.rival_worker import _rows_of
 from zinfer.jobs.rivals import Task, chosen_rivals
 from zinfer.model.built_outline import made_up_model
+from zinfer.weights import Checkpoint
 
 STAND_IN = """
 import os

@@ -26,7 +26,7 @@ from zinfer.config import resolve_settings
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.evaluation.calibrate import measure_squares
 from zinfer.jobs.token_rows import by_length
-from zinfer.store.calibration import CALIBRATION_NAME, Calibration
+from zinfer.store.files import CALIBRATION_NAME, Calibration
 from zinfer.store.writing import write_store
 
 SECTION: dict[str, object] = {"bits": 4, "group_size": 32}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from zinfer.checkpoint import Header, read_header
 from zinfer.errors import CheckpointError
+from zinfer.weights import Header, read_header
 
 # What the reference lets pass and zinfer refuses, by the words of the refusal.
 STRICTER = (

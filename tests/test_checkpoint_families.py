@@ -8,7 +8,7 @@ from checkpoints import FAMILIES, VOCAB_SIZE, left_padded, random_prompts, tiny_
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from zinfer.checkpoint import Checkpoint
+from zinfer.weights import Checkpoint
 
 MAX_NEW_TOKENS = 24
 

@@ -12,8 +12,8 @@ import torch
 from checkpoints import write_safetensors
 from huggingface_hub import constants
 
-from zinfer.checkpoint import Checkpoint, resolve_folder
 from zinfer.errors import CheckpointError
+from zinfer.weights import Checkpoint, resolve_folder
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_the_environment_says_where_the_cache_is(tmp_path: Path, variable: str) 
     cache = tmp_path / "place" / ("hub" if variable == "HF_HOME" else "")
     repo = cached_model(cache, "org/name", "aaa", main="aaa")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    code = "from zinfer.checkpoint import resolve_folder; print(resolve_folder('org/name'))"
+    code = "from zinfer.weights import resolve_folder; print(resolve_folder('org/name'))"
     result = subprocess.run(
         [sys.executable, "-c", code],
         env=environment | {variable: str(tmp_path / "place")},

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from zinfer.checkpoint import read_header
-from zinfer.checkpoint.header import DTYPES, MAX_HEADER_BYTES
 from zinfer.errors import CheckpointError
+from zinfer.weights import read_header
+from zinfer.weights.header import DTYPES, MAX_HEADER_BYTES
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 DATA = bytes(range(8))

@@ -13,9 +13,9 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from typer.testing import CliRunner
 
 import zinfer
-from zinfer.checkpoint import JoinedTensor, read_header
 from zinfer.cli import app
 from zinfer.errors import CheckpointError
+from zinfer.weights import JoinedTensor, read_header
 
 IDS = torch.arange(2, 32).view(1, 30)
 NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}

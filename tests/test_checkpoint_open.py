@@ -10,11 +10,11 @@ from checkpoints import tiny_checkpoint, tiny_model, write_safetensors
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.model.weight_matching import match_weights
 from zinfer.nvme.file_identity import FileIdentity
+from zinfer.weights import Checkpoint
 
 PART_1, PART_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from jobs_support import letters_model
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.requests.prompt_encoder import find_tokenizer
+from zinfer.weights import Checkpoint
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from foreign_support import (
 )
 from safetensors.torch import save_file
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.errors import CheckpointError
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantize import quantize_into
@@ -27,10 +26,10 @@ from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.model.sharding.cut import Cut
 from zinfer.model.sharding.matrices import CutMatrix, cut_matrix
 from zinfer.model.sharding.weights import CutTensor
-from zinfer.quantization.foreign import Scheme
-from zinfer.quantization.native.manifest import Manifest, StoredParameter
-from zinfer.quantization.native.scheme import StoreScheme
-from zinfer.quantization.stored import StoredMatrix
+from zinfer.weights import Checkpoint
+from zinfer.weights.formats import Scheme
+from zinfer.weights.native import Manifest, StoredParameter, StoreScheme
+from zinfer.weights.quantized import StoredMatrix
 
 ROWS, COLUMNS, GROUP = 48, 96, 32
 GROUPED, UNEVEN = (Weights.random(ROWS, COLUMNS, 3, 4, symmetric, 1) for symmetric in (True, False))

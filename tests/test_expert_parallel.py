@@ -24,7 +24,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import zinfer
-from zinfer.checkpoint import Checkpoint, TensorEntry
 from zinfer.errors import ConfigError
 from zinfer.inject import grouped_experts
 from zinfer.model.build import build_meta_model
@@ -34,6 +33,7 @@ from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import match_weights
 from zinfer.offload.block import Extent, SlabTensor
 from zinfer.offload.stats import RunStats
+from zinfer.weights import Checkpoint, TensorEntry
 
 FAMILIES = ("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3")
 INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import zinfer
 from zinfer.errors import CheckpointError, PlanError
-from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.weights.parameter import QuantizedParameter
 
 GROUP_SIZE = 32
 NUM_NEW_TOKENS = 12

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from zinfer.errors import CheckpointError
-from zinfer.quantization.foreign import find_scheme
+from zinfer.weights.formats import find_scheme
 
 INSTEAD = "; use the full-precision checkpoint and quantize it while loading"
 AFTERWARDS = "; restore config.json"

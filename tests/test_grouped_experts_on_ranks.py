@@ -17,7 +17,6 @@ from test_expert_parallel import INPUTS, families, mixtral, mixture
 from test_foreign_engine import write_quantized_experts
 from test_tensor_parallel import Found, check_alike, computed, texts
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.errors import ConfigError
 from zinfer.model.build import build_meta_model
 from zinfer.model.sharding.cut import Cut, Shard
@@ -25,6 +24,7 @@ from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import match_weights
 from zinfer.offload.block import Extent, SlabTensor
+from zinfer.weights import Checkpoint
 
 SIZES = {"expert": 2, "tensor": 2}
 ALONE: dict[str, int] = {}

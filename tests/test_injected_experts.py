@@ -23,7 +23,7 @@ from zinfer.inject.gates import overlay_experts
 from zinfer.inject.grouped_experts import overlay_grouped_experts
 from zinfer.inject.injection import Injection
 from zinfer.kernels.grouped_linear import grouped_linear_kernel
-from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.weights.parameter import QuantizedParameter
 
 IDS = torch.randint(2, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1))
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")

@@ -18,7 +18,7 @@ from zinfer.inject.products import make_rows_contiguous, overlay_product
 from zinfer.kernels.gemv import gemv
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat
-from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.weights.parameter import QuantizedParameter
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from zinfer import LLM, SamplingParams
 from zinfer.offload.block import Tier
-from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.weights.parameter import QuantizedParameter
 
 INT8: dict[str, object] = {"bits": 8, "activations": True}
 FP8: dict[str, object] = {"format": "fp8", "activations": True}

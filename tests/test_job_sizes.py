@@ -10,7 +10,6 @@ from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 from plan_support import SMALL_LLAMA, machine_with, rates, search_less, write_config
 
 import zinfer
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError
 from zinfer.jobs import UnusableInput, run_job
@@ -25,6 +24,7 @@ from zinfer.planning.job_plan import Job
 from zinfer.planning.job_sizes import choose_sizes, split
 from zinfer.planning.presets import Machine
 from zinfer.ranks.mesh import Mesh
+from zinfer.weights import Checkpoint
 
 NUM_ROWS = 40
 

@@ -13,13 +13,13 @@ from jobs_support import CHAT_TEMPLATE, letters_model, read_rows
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.fingerprint import weights_sample
 from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import JobError
 from zinfer.jobs import UnusableInput
 from zinfer.jobs.request import checksums_path
 from zinfer.jobs.weights import Weights, WeightsFile
+from zinfer.weights import Checkpoint
+from zinfer.weights.checkpoint import weights_sample
 
 __all__ = ["output", "prompts"]  # fixtures
 

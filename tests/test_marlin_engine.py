@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat
-from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.weights.parameter import QuantizedParameter
 
 SECTION: dict[str, object] = {"bits": 4, "group_size": 128}
 

@@ -20,8 +20,9 @@ from zinfer.kernels.marlin_layout import codes_in_fragments, in_rows, scales_in_
 from zinfer.kernels.quantize import least_error_range, pack_int4, quantize
 from zinfer.kernels.quantized import FRAGMENT_GROUPS, QuantFormat, QuantizedMatrix
 from zinfer.kernels.scaling import scale_columns_into, weighted_error
-from zinfer.quantization.foreign import Scheme, awq, filling
-from zinfer.quantization.slab_matrix import SlabMatrix
+from zinfer.weights.formats import Scheme, awq
+from zinfer.weights.formats import packing as filling
+from zinfer.weights.quantized import SlabMatrix
 
 GROUPS_OF_128 = QuantFormat(4, 128, in_fragments=True)
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zinfer.errors import CheckpointError, ConfigError, PlanError
 from zinfer.jobs import run_job
-from zinfer.quantization.native.manifest import MANIFEST_NAME
-from zinfer.store.folder import LOCK_NAME
+from zinfer.store.files import LOCK_NAME
+from zinfer.weights.native import MANIFEST_NAME
 
 KEY = "zero_optimization.offload_param.nvme_path"
 SECTIONS: dict[str, dict[str, object]] = {
@@ -41,7 +41,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged about the writing."""
-    return [record.getMessage() for record in caplog.records if record.name == "zinfer.store.packed_cache"]
+    return [record.getMessage() for record in caplog.records if record.name == "zinfer.store.caches"]
 
 
 @pytest.mark.parametrize("name", SECTIONS)

@@ -9,7 +9,7 @@ from packed_cache_support import engine_of, only, start
 from store_support import document
 from test_foreign_engine import GROUP_SIZE, write_quantized, write_quantized_experts
 
-import zinfer.store.packed_cache
+import zinfer.store.caches
 from zinfer.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def test_other_tools_checkpoints_need_no_rules(
     assert {name.rsplit(".", 2)[-2] for name in document(only(tmp_path / "nvme"))["parameters"]} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     }
-    monkeypatch.setattr(zinfer.store.packed_cache, "write_store", None)
+    monkeypatch.setattr(zinfer.store.caches, "write_store", None)
     start(folder, tmp_path / "nvme")
 
 

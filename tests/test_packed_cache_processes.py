@@ -15,8 +15,8 @@ from commands import Process, start
 from jobs_support import letters_model, prompt_rows, write_rows
 from store_support import blocks_of, contents, document, make_store
 
-from zinfer.store.folder import locked
-from zinfer.store.packed_cache import ENGINE
+from zinfer.store.caches import ENGINE
+from zinfer.store.files import locked
 
 NUM_LAYERS = 8
 NUM_BLOCKS = NUM_LAYERS + 3

@@ -144,7 +144,7 @@ def test_quantized_weights_are_one_matrix_too(
     found = []
     for injects in (False, True):
         if injects and not on_cuda:  # where all matrices are dequantized
-            monkeypatch.setattr("zinfer.quantization.parameter.is_fused", lambda matrix, tokens: True)
+            monkeypatch.setattr("zinfer.weights.parameter.is_fused", lambda matrix, tokens: True)
         engine = zinfer.init_inference(tmp_path / "model", rules, device=device, replace_with_kernel_inject=injects)
         with counted_products() as rows:
             logits = engine(input_ids=IDS).logits

@@ -11,10 +11,10 @@ import torch
 from reader_support import buffer_of
 from safetensors.torch import save_file
 
-from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.page_sums import FileSums, OtherBytes, PageSums, page_sums
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
 from zinfer.nvme.reader import Reader
+from zinfer.weights import Checkpoint
+from zinfer.weights.page_sums import FileSums, OtherBytes, PageSums, page_sums
 
 PAGE = ALIGNMENT_BYTES
 

@@ -13,7 +13,7 @@ from zinfer.errors import CheckpointError, ConfigError
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat
-from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.weights.parameter import QuantizedParameter
 
 
 def logits_of(model: nn.Module) -> torch.Tensor:

@@ -19,7 +19,7 @@ from zinfer.errors import CheckpointError, ConfigError, PlanError
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat
-from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.weights.parameter import QuantizedParameter
 
 FORMATS = {
     "int8": ({"bits": 8}, QuantFormat(8)),

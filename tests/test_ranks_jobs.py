@@ -20,10 +20,10 @@ from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_row
 from ranks_job_support import CONFIG, Job, ended, ranks_of, run_in_ranks
 from ranks_support import free_port
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.cli import ending as ending_module
 from zinfer.cli.rank_endings import LAUNCHER, Ending, first_cause, read_endings
 from zinfer.jobs.manifest import read_manifest
+from zinfer.weights import Checkpoint
 
 NUM_ROWS = 48
 BAD_ROWS = [{"id": "misspelt", "prompt": "abc", "temperatur": 1}, {"id": "long", "prompt": "a" * 500}]

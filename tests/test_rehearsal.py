@@ -16,7 +16,6 @@ from test_bench import LLAMA, folder_of
 from threads import settled_threads
 
 from zinfer.batching.llm import LLM
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.engine.kernel_cache import are_compiled, kernels_name
 from zinfer.errors import PlanError
@@ -27,6 +26,7 @@ from zinfer.jobs.job import run_job
 from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.kv_budget import BatchingBudget
+from zinfer.weights import Checkpoint
 
 CONFIG = {"zinfer": {"device": "cpu", "kv_cache_memory": "4MB", "tokens_per_pass": 64, "max_sequences": 8}}
 SETTINGS = resolve_settings(CONFIG)

@@ -9,7 +9,6 @@ from checkpoints import tiny_checkpoint
 from rich.console import Console
 from safetensors import safe_open
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError
 from zinfer.evaluation.compare import compare_models
@@ -19,6 +18,7 @@ from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat
 from zinfer.store.writing import write_store
+from zinfer.weights import Checkpoint
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
 

@@ -29,13 +29,12 @@ ROOMS = (
     "inject",
     "model",
     "graphs",
-    "quantization",
+    "weights",
     "probe",
     "sampling",
     "scheduling",
     "requests",
     "config",
-    "checkpoint",
     "ranks",
     "offload",
     "kernels",
@@ -52,7 +51,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "kernels": ("zinfer.kernels", "torch", "triton"),
     "offload": ("zinfer.offload", "zinfer.nvme", "torch", "xxhash"),
     "scheduling": ("zinfer.scheduling", "zinfer.errors"),
-    "config": ("zinfer.config", "zinfer.checkpoint", "zinfer.kernels", "zinfer.errors", "torch"),
+    "config": ("zinfer.config", "zinfer.kernels", "zinfer.errors", "torch"),
 }
 """All that these rooms may import besides the standard library."""
 IMPORTERS = ("importlib.import_module", "import_module", "__import__")

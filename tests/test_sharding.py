@@ -13,7 +13,6 @@ from test_foreign_engine import write_quantized
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from zinfer.checkpoint import Checkpoint, JoinedTensor
 from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
 from zinfer.model.build import build_meta_model
@@ -34,7 +33,8 @@ from zinfer.offload.staging import StagingRing
 from zinfer.offload.stream import HostStream
 from zinfer.offload.transfer import Target, Transfer
 from zinfer.offload.transfer_lane import TransferLane
-from zinfer.quantization.stored import find_stored_scheme
+from zinfer.weights import Checkpoint, JoinedTensor
+from zinfer.weights.quantized import find_stored_scheme
 
 
 def read_cut(weight: CutTensor, dtype: torch.dtype, staging_bytes: int) -> torch.Tensor:

@@ -21,10 +21,10 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from zinfer.checkpoint import Checkpoint, read_header
 from zinfer.kernels.quantize import full_range, least_error_range, quantize
 from zinfer.kernels.quantized import QuantFormat
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
+from zinfer.weights import Checkpoint, read_header
 
 FORMATS = {
     "int8": ({"bits": 8}, QuantFormat(8)),

@@ -12,21 +12,21 @@ from store_support import document, make_store
 from test_store_files import FORMATS
 
 import zinfer
-from zinfer.checkpoint import Checkpoint
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.model.outline import read_outline
-from zinfer.quantization.native.identity import Identity
-from zinfer.quantization.native.manifest import (
+from zinfer.weights import Checkpoint
+from zinfer.weights.native import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    Identity,
     Manifest,
     StoredBlock,
     StoredParameter,
+    StoreScheme,
     read_manifest,
 )
-from zinfer.quantization.native.scheme import StoreScheme
 
 Document = dict[str, Any]
 

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from store_support import begin_store, contents, make_store
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from zinfer.checkpoint.fingerprint import weights_sample
 from zinfer.config import Settings
 from zinfer.errors import CheckpointError, ConfigError
-from zinfer.quantization.native.manifest import MANIFEST_NAME
-from zinfer.store.folder import LOCK_NAME, locked
+from zinfer.store.files import LOCK_NAME, locked
 from zinfer.store.writing import write_store
+from zinfer.weights.checkpoint import weights_sample
+from zinfer.weights.native import MANIFEST_NAME
 
 NUM_BLOCKS = 9
 SECTION: dict[str, object] = {"bits": 4, "group_size": 32, "symmetric": False}

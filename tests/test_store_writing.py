@@ -22,10 +22,10 @@ import zinfer.store.writing
 from zinfer.display import shown
 from zinfer.errors import CheckpointError
 from zinfer.nvme.reader import DiskReadError
-from zinfer.quantization.native.manifest import Manifest
-from zinfer.store.folder import place_file
-from zinfer.store.progress import Meter, StoreSummary
+from zinfer.store.files import place_file
+from zinfer.store.pipeline import Meter, StoreSummary
 from zinfer.store.writing import write_store
+from zinfer.weights.native import Manifest
 
 NUM_BLOCKS = 9
 SECTION: dict[str, object] = {"bits": 4, "group_size": 32, "symmetric": False}

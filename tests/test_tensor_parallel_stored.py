@@ -15,7 +15,7 @@ from test_tensor_parallel import IDS, Found, check_alike, computed, config, erro
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import zinfer
-from zinfer.checkpoint import Checkpoint
+from zinfer.weights import Checkpoint
 
 NUM_LAYERS = 2
 LARGEST_SHARE = {"uneven": 2 / 3}

@@ -25,7 +25,6 @@ from zinfer.batching.runner import PassRunner, open_pages
 from zinfer.batching.serving_loop import ServingLoop
 from zinfer.batching.speculating import open_speculation
 from zinfer.batching.stage_tokens import StageTokens, open_tokens
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.division import Prepare
 from zinfer.engine.input_errors import InputErrors
@@ -50,6 +49,7 @@ from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler
 from zinfer.scheduling.schedule import PassSize
 from zinfer.scheduling.speculation import Speculation
+from zinfer.weights import Checkpoint
 
 log = logging.getLogger("zinfer")
 

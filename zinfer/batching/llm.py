@@ -14,7 +14,6 @@ from zinfer.batching.batched_model import BatchedModel, BesideLoad
 from zinfer.batching.beam_search import BeamSearchOutput, BeamSearchParams, one_step, search_beams
 from zinfer.batching.draft_model import beside_draft, draft_config, own_bytes, saying_shares
 from zinfer.batching.handle import Handle
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import mute_key_report, say_without_effect
 from zinfer.config.values import show
@@ -29,6 +28,7 @@ from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.scheduling.precedence import Precedence
+from zinfer.weights import Checkpoint
 
 log = logging.getLogger("zinfer")
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zinfer.checkpoint.folder import SAFETENSORS_SUFFIX, hub_name, resolve_folder
 from zinfer.cli.ending import Device
 from zinfer.errors import CheckpointError
 from zinfer.jobs.request import WEIGHTS
@@ -15,6 +14,7 @@ from zinfer.model.known_models import find_known_model
 from zinfer.nvme.page_cache import end_reading_ahead, read_ahead
 from zinfer.probe.cgroups import free_host_bytes
 from zinfer.ranks.environment import own_local_rank
+from zinfer.weights.folder import SAFETENSORS_SUFFIX, hub_name, resolve_folder
 
 MODEL_PANEL: Final = "Model and machine"
 SAMPLING_PANEL: Final = "Sampling"

@@ -191,9 +191,9 @@ def _job(
         case.check_length(prompt_len, new_tokens)
         return Job(num_rows or 1, [prompt_len], [new_tokens]), []
     with importing():
-        from zinfer.checkpoint.folder import find_folder
         from zinfer.jobs.row_form import RowForm
         from zinfer.jobs.token_rows import sample_rows
+        from zinfer.weights.folder import find_folder
 
     vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
     sample = sample_rows(input, find_folder(model), vocab, RowForm(new_tokens), limits)

@@ -87,8 +87,8 @@ def find_model(model: str) -> "KnownModel | None":
         CheckpointError: it is neither, or a folder without a model; or zinfer does not know the model's layers.
     """
     with importing():
-        from zinfer.checkpoint.folder import HUB_NAME, find_folder, holds_config_alone, hub_name, resolve_folder
         from zinfer.model.known_models import find_known_model, known_config, near_names
+        from zinfer.weights.folder import HUB_NAME, find_folder, holds_config_alone, hub_name, resolve_folder
 
     if (known := find_known_model(model)) is not None:
         known_config(known)
@@ -125,7 +125,6 @@ def open_case(
     options.check()
     known = find_model(model)
     with importing():
-        from zinfer.checkpoint.folder import find_folder, holds_config_alone
         from zinfer.cli.options import STATED_BY
         from zinfer.cli.plan_ranks import parse_parallel
         from zinfer.config import resolve_settings
@@ -133,6 +132,7 @@ def open_case(
         from zinfer.model.outline import check_settings, read_outline
         from zinfer.planning.plan import Case
         from zinfer.planning.presets import find_preset, probed_machine, this_machine
+        from zinfer.weights.folder import find_folder, holds_config_alone
 
     if known is None or options.preset is None:
         with importing():

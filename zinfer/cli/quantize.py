@@ -13,7 +13,7 @@ from zinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from zinfer.config import Settings
-    from zinfer.store.calibration import Calibration
+    from zinfer.store.files import Calibration
 
 
 def quantize(
@@ -61,7 +61,7 @@ def quantize(
     with exit_on_error(lambda: f"The finished blocks in {output} are kept"), raise_on_signals():
         folder = model_folder(model)
         with importing():
-            from zinfer.store.progress import summary_table
+            from zinfer.store.pipeline import summary_table
             from zinfer.store.writing import write_store
 
         stated = {key: value for key, value in section.items() if value is not None}
@@ -77,7 +77,7 @@ def quantize(
 def _calibration(model: Path, prompts: Path, settings: "Settings") -> "Calibration":
     from zinfer.evaluation.calibrate import measure_squares
     from zinfer.jobs.index import scan_input
-    from zinfer.store.calibration import Calibration
+    from zinfer.store.files import Calibration
 
     return Calibration(scan_input(prompts).sha256, lambda: measure_squares(model, prompts, settings))
 
@@ -100,10 +100,10 @@ def _check_paths(
 
 
 def _write_report(model: Path, store: Path, report: Path, prompts: Path | None, settings: "Settings") -> None:
-    from zinfer.checkpoint import Checkpoint
     from zinfer.evaluation.compare import compare_models
     from zinfer.evaluation.page import error_table, write_page
     from zinfer.evaluation.weight_error import measure_errors
+    from zinfer.weights import Checkpoint
 
     errors, agreement = list(measure_errors(Checkpoint.open(model), Checkpoint.open(store))), None
     write_page(report, store.name, errors, None)  # first: comparing the models takes the longest, and may fail

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from zinfer.checkpoint.folder import absolute, hub_name, resolve_folder
 from zinfer.cli.ending import EXIT_STOPPED, Device, conclude, exit_on_error, importing, raise_on_signals, say
 from zinfer.cli.options import (
     STATED_BY,
@@ -30,6 +29,7 @@ from zinfer.cli.options import (
 from zinfer.errors import CheckpointError, ConfigError, SilentRankError
 from zinfer.jobs.request import Pooling
 from zinfer.serve.replica_process import started_replicas, wait_for_server
+from zinfer.weights.folder import absolute, hub_name, resolve_folder
 
 _MIB = 1 << 20
 _EXTRA = ("fastapi", "httptools", "msgspec", "multipart", "prometheus_client", "uvicorn", "uvloop")

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 import torch
 from transformers import PreTrainedModel
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.shard_hooks import ShardHooks, find_shard
@@ -18,13 +17,14 @@ from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.shorter_model import ShorterModel
 from zinfer.model.stage import StageModel
 from zinfer.model.weight_matching import match_weights
-from zinfer.quantization.parameter import QuantizedParameter
-from zinfer.quantization.stored import find_stored_scheme
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import DIVIDING, Mesh
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.ranks.stage_exchange import StageExchange
 from zinfer.store.saved_parts import KEY, SavedPart, find_part, list_parts, save_part, written_module
+from zinfer.weights import Checkpoint
+from zinfer.weights.parameter import QuantizedParameter
+from zinfer.weights.quantized import find_stored_scheme
 
 Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings, Sharding | None, ShorterModel | None], PreparedModel]
 

@@ -23,8 +23,8 @@ from zinfer.model.module_patches import ModulePatches
 from zinfer.model.partition import ModelBlock
 from zinfer.offload.streamer import Streamer
 from zinfer.probe.cgroups import free_host_bytes
-from zinfer.quantization.parameter import QuantizedParameter
 from zinfer.units import human_bytes
+from zinfer.weights.parameter import QuantizedParameter
 
 Forward: TypeAlias = Callable[..., Any]
 

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from zinfer.config.quantization_rules import Quantization
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.weights.parameter import QuantizedParameter
 
 _MOST_TOKENS: Final = 64
 _SLICE_ELEMENTS: Final = 4 << 20  # of a matrix in float32 at a time: 16 MB of what a plan reserves for CUDA

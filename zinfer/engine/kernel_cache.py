@@ -24,11 +24,11 @@ import triton
 from triton.runtime.cache import triton_key
 
 from zinfer import __version__
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.errors import ConfigError
 from zinfer.nvme.pool import start_thread
 from zinfer.nvme.temporary_folder import temporary_folder
+from zinfer.weights import Checkpoint
 
 log = logging.getLogger("zinfer")
 

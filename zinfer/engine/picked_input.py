@@ -5,8 +5,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from zinfer.quantization.parameter import QuantizedParameter
 from zinfer.ranks.communicator import Communicator
+from zinfer.weights.parameter import QuantizedParameter
 
 _MOST_ELEMENTS: Final = 8 << 20  # of the whole input at a time: some 16 MB beside the activations
 

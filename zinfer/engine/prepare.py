@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.estimator import beside_weights
 from zinfer.errors import ConfigError
@@ -27,13 +26,12 @@ from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.memory import Footprint, beside_request
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.probe.limits import MachineLimits
-from zinfer.quantization.stored import find_stored_scheme
 from zinfer.ranks.mesh import DIVIDING
 from zinfer.ranks.model_ranks import ModelRanks
-from zinfer.store.loaded_weights import LoadedWeights, check_alike
-from zinfer.store.packed_cache import stored_copy
-from zinfer.store.source import part_of
-from zinfer.store.spill_file import ModuleFile, module_file
+from zinfer.store.caches import ModuleFile, module_file, stored_copy
+from zinfer.store.source import LoadedWeights, check_alike, part_of
+from zinfer.weights import Checkpoint
+from zinfer.weights.quantized import find_stored_scheme
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,6 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.routing import skew_routers
@@ -34,6 +33,7 @@ from zinfer.offload.block import Extent
 from zinfer.offload.partition import WHOLE, Partition
 from zinfer.ranks.group import RankGroup, all_values
 from zinfer.units import human_bytes
+from zinfer.weights import Checkpoint
 
 FILE_NAME: Final = "random.bin"
 _ALIGNMENT_BYTES: Final = 4096  # of direct I/O

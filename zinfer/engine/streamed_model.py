@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.acceleration import Acceleration, open_graphs
 from zinfer.engine.agreement import check_agreement
@@ -48,6 +47,7 @@ from zinfer.probe.limits import MachineLimits, choose_device, find_limits, free_
 from zinfer.ranks.group import RankGroup, join_group
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import ModelRanks
+from zinfer.weights import Checkpoint
 
 log = logging.getLogger(__name__)
 

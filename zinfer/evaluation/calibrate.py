@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.config.settings import Batch
 from zinfer.engine.engine import InferenceEngine
@@ -24,7 +23,8 @@ from zinfer.errors import ConfigError
 from zinfer.jobs.token_rows import by_length, padded, read_token_rows
 from zinfer.model.build import build_meta_model
 from zinfer.model.quantized_forms import find_form
-from zinfer.quantization.slab_matrix import SlabMatrix
+from zinfer.weights import Checkpoint
+from zinfer.weights.quantized import SlabMatrix
 
 _MOST_TOKENS: Final = 4096  # per pass; the model streams once per pass
 _SLICE_TOKENS: Final = 512  # squared at once

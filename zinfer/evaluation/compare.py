@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from zinfer.batching.llm import LLM
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import ConfigError, PlanError
@@ -22,6 +21,7 @@ from zinfer.model.spec import ModelSpec
 from zinfer.planning.memory import Footprint, Request, find_footprint
 from zinfer.probe.limits import MachineLimits
 from zinfer.requests.sampling_params import SamplingParams
+from zinfer.weights import Checkpoint
 
 _NUM_NEW_TOKENS: Final = 16
 

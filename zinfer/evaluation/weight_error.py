@@ -9,12 +9,12 @@ import torch
 from safetensors import safe_open
 from transformers.pytorch_utils import Conv1D
 
-from zinfer.checkpoint import Checkpoint, JoinedTensor, TensorEntry
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.model.build import build_meta_model
 from zinfer.model.weight_matching import match_weights
-from zinfer.quantization.stored import StoredMatrix, find_stored_scheme
+from zinfer.weights import Checkpoint, JoinedTensor, TensorEntry
+from zinfer.weights.quantized import StoredMatrix, find_stored_scheme
 
 _SLICE_ROWS: Final = 1024  # compared at a time, in float32
 

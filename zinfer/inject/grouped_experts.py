@@ -14,7 +14,7 @@ from torch import nn
 from zinfer.inject.overlay import Overlay, is_near, probe, stand_in
 from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.grouped_linear import ExpertWeights, can_group, grouped_linear
-from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.weights.parameter import QuantizedParameter
 
 GROUPED_EXPERTS: Final = "grouped experts"
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.weights.parameter import QuantizedParameter
 
 _PARTS: Final = ("codes", "scales", "zeros")  # with a row for each row of the matrix
 

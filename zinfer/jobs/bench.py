@@ -14,8 +14,6 @@ import torch
 from rich.console import Console
 
 from zinfer.batching.llm import LLM
-from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.folder import CONFIG_NAME, absolute, hub_name
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import mute_key_report, say_without_effect
 from zinfer.display import shown
@@ -44,6 +42,8 @@ from zinfer.ranks.group import RankGroup, all_values, join_group
 from zinfer.ranks.mesh import Mesh
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.units import human_bytes
+from zinfer.weights import Checkpoint
+from zinfer.weights.folder import CONFIG_NAME, absolute, hub_name
 
 _SAMPLE_BYTES: Final = 512 << 20  # to measure the disk with
 

@@ -15,14 +15,14 @@ from typing import Final
 import torch
 from safetensors.torch import save_file
 
-from zinfer.checkpoint import Checkpoint, TensorEntry
-from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX
 from zinfer.engine.random_weights import random_bytes
 from zinfer.errors import PlanError
 from zinfer.jobs.limited_process import STOPPED, run_limited
 from zinfer.jobs.rivals import RIVALS, Task, is_installed
 from zinfer.probe.cgroups import free_host_bytes
 from zinfer.units import human_bytes
+from zinfer.weights import Checkpoint, TensorEntry
+from zinfer.weights.folder import CONFIG_NAME, INDEX_SUFFIX
 
 LIMIT_S: Final = 3600.0
 MOST_ROWS: Final = {"cpu": 32, "cuda": 256}

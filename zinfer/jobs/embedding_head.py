@@ -15,13 +15,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from zinfer.checkpoint.config_checks import read_config
-from zinfer.checkpoint.faults import shorten, unreadable
-from zinfer.checkpoint.folder import check_file_name
-from zinfer.checkpoint.json_text import JsonFault, parse_object
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.jobs.request import Pooling
 from zinfer.requests.length_limits import LengthLimits, Limit
+from zinfer.weights.checkpoint import read_config
+from zinfer.weights.folder import check_file_name, shorten, unreadable
+from zinfer.weights.header import JsonFault, parse_object
 
 MODULES_NAME: Final = "modules.json"
 PROMPTS_NAME: Final = "config_sentence_transformers.json"

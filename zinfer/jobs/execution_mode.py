@@ -11,8 +11,6 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.page_sums import PageSums
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
 from zinfer.config.settings import mute_key_report
@@ -45,10 +43,12 @@ from zinfer.model.padding import RowSharing, find_row_sharing
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.planning.job_sizes import Sizes
-from zinfer.quantization.native.manifest import MANIFEST_NAME, Manifest
 from zinfer.requests.generation_config import GenerationDefaults
 from zinfer.requests.length_limits import DEFAULT_NEW_TOKENS, LengthLimits
 from zinfer.units import duration
+from zinfer.weights import Checkpoint
+from zinfer.weights.native import MANIFEST_NAME, Manifest
+from zinfer.weights.page_sums import PageSums
 
 _PADDED_ROWS: Final = 32
 _CLASSIFIER: Final = "ForSequenceClassification"

@@ -9,8 +9,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from zinfer.checkpoint.fingerprint import tokenizer_hash
-from zinfer.checkpoint.page_sums import FileSums
 from zinfer.config import Settings
 from zinfer.config.settings import say_without_effect
 from zinfer.errors import JobError
@@ -45,6 +43,8 @@ from zinfer.ranks.mesh import ALONE, Mesh
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tokenizer
 from zinfer.store.saved_parts import open_for_rank
 from zinfer.units import duration, name_values
+from zinfer.weights.checkpoint import tokenizer_hash
+from zinfer.weights.page_sums import FileSums
 
 
 class JobRun:

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from zinfer.checkpoint.page_sums import FileSums, NewSums
 from zinfer.jobs.completer import Answer
 from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.summary import JobSummary
 from zinfer.offload.stats import RunStats
 from zinfer.planning.job_sizes import Sizes
+from zinfer.weights.page_sums import FileSums, NewSums
 
 
 @dataclass(frozen=True)

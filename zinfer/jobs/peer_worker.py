@@ -12,8 +12,6 @@ from functools import partial
 from signal import SIGINT, Signals
 from typing import Any, Final
 
-from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.page_sums import PageSums
 from zinfer.config import Settings
 from zinfer.errors import RankError, SilentRankError, silent_rank_of
 from zinfer.jobs.completer import Completer
@@ -51,6 +49,8 @@ from zinfer.ranks.sockets import end_link
 from zinfer.ranks.values import from_bytes, to_bytes
 from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.store.saved_parts import open_for_rank
+from zinfer.weights import Checkpoint
+from zinfer.weights.page_sums import PageSums
 
 _NEWS_S: Final = 1.0  # of counters, for the progress that rank 0 shows
 _GRACE_S: Final = 1.0  # for news of rank 0, if the model fails with it

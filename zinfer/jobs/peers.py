@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from zinfer.checkpoint.page_sums import FileSums, PageSums
 from zinfer.errors import JobError, RankError, SilentRankError
 from zinfer.jobs.completer import Answer
 from zinfer.jobs.messages import (
@@ -49,6 +48,7 @@ from zinfer.ranks.rank_watch import watch_job
 from zinfer.ranks.sockets import end_link
 from zinfer.ranks.values import from_bytes
 from zinfer.units import name_values
+from zinfer.weights.page_sums import FileSums, PageSums
 
 _GRACE_S: Final = 2.0  # for news of the rank that failed first, if others fail with it
 _LATE_GRACE_S: Final = 0.2

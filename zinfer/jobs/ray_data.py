@@ -9,7 +9,6 @@ from typing import Any, Final
 import pyarrow as pa
 
 from zinfer.batching.llm import LLM
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError
 from zinfer.jobs.prompts import Prompt, encoded
@@ -20,6 +19,7 @@ from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.requests.completion import Completion
 from zinfer.requests.prompt_encoder import PromptEncoder, find_tokenizer
+from zinfer.weights import Checkpoint
 
 _ID: Final = "id"
 _LOGPROBS: Final = pa.list_(pa.struct([("logprob", pa.float64()), ("top", pa.list_(pa.list_(pa.float64())))]))

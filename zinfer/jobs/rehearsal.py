@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 
 from zinfer.batching.llm import LLM
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import mute_key_report
 from zinfer.config.source import config_keys
@@ -27,6 +26,7 @@ from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.probe.limits import choose_device, find_limits
 from zinfer.ranks.group import join_group, working_alone
 from zinfer.ranks.mesh import Mesh
+from zinfer.weights import Checkpoint
 
 log = logging.getLogger("zinfer")
 

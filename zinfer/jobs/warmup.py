@@ -11,7 +11,6 @@ from typing import Any, Final
 from transformers import PreTrainedModel
 
 from zinfer.batching.llm import LLM
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.source import config_keys
 from zinfer.engine.division import Prepare
@@ -23,6 +22,7 @@ from zinfer.model.shorter_model import ShorterModel
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.units import duration
+from zinfer.weights import Checkpoint
 
 _MOST_PROMPT: Final = 256  # tokens
 _MOST_NEW: Final = 40  # so that batches shrink from many rows to one

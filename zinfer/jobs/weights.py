@@ -2,7 +2,7 @@
 
 A file whose size and times are as recorded is taken as it was. Of others, samples tell most other weights apart before
 anything is loaded, in milliseconds a file; all other bytes are compared with checksums as they are loaded
-([Note: pages of 4 KiB] in `zinfer.checkpoint.page_sums`). The ranks of a job keep these together, in a file beside the
+([Note: pages of 4 KiB] in `zinfer.weights.page_sums`). The ranks of a job keep these together, in a file beside the
 manifest that is written before the first row.
 """
 
@@ -21,15 +21,15 @@ import xxhash
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.faults import unreadable
-from zinfer.checkpoint.header import TensorEntry
-from zinfer.checkpoint.page_sums import FileSums, OtherBytes, PageSums
 from zinfer.errors import JobError
 from zinfer.jobs.request import UnusableInput, checksums_path
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.whole_file import place_file
 from zinfer.ranks.values import from_bytes, to_bytes
+from zinfer.weights import Checkpoint
+from zinfer.weights.folder import unreadable
+from zinfer.weights.header import TensorEntry
+from zinfer.weights.page_sums import FileSums, OtherBytes, PageSums
 
 _SAMPLE_BYTES: Final = 4096
 _NUM_READERS: Final = 16  # at once: a disk takes its time for each

@@ -14,14 +14,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.config_checks import TOKEN_KEYS, check_config, check_token_ids, read_config
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.architectures import find_class
 from zinfer.model.dtype import cast_parameters, restore_fp32_modules
 from zinfer.model.layers import check_classes, find_repeated
+from zinfer.weights import Checkpoint
+from zinfer.weights.checkpoint import TOKEN_KEYS, check_config, check_token_ids, read_config
 
 log = logging.getLogger(__name__)
 

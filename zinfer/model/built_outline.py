@@ -17,9 +17,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from zinfer.checkpoint import Checkpoint, TensorEntry
-from zinfer.checkpoint.config_checks import read_config
-from zinfer.checkpoint.folder import CONFIG_NAME, find_folder, holds_config_alone
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
@@ -32,7 +29,10 @@ from zinfer.model.spec import ModelSpec
 from zinfer.model.stage import Stage, StageModel
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Extent
-from zinfer.quantization.stored import find_stored_scheme
+from zinfer.weights import Checkpoint, TensorEntry
+from zinfer.weights.checkpoint import read_config
+from zinfer.weights.folder import CONFIG_NAME, find_folder, holds_config_alone
+from zinfer.weights.quantized import find_stored_scheme
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from zinfer.checkpoint import JoinedTensor, TensorEntry
-from zinfer.quantization.stored import JoinedMatrix, StoredMatrix
+from zinfer.weights import JoinedTensor, TensorEntry
+from zinfer.weights.quantized import JoinedMatrix, StoredMatrix
 
 # The chains of operations that only concatenate tensors, as (operation, dimension). After stacking along 0 and joining
 # along 1, the tensors of one expert are neighbours.

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from zinfer import __version__
-from zinfer.checkpoint.folder import HUB_NAME, find_folder, hub_name
 from zinfer.errors import CheckpointError
+from zinfer.weights.folder import HUB_NAME, find_folder, hub_name
 
 _VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {

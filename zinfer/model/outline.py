@@ -18,15 +18,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from zinfer.checkpoint.folder import resolve_folder
 from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import ConfigError
 from zinfer.model.known_models import KnownModel, find_known_model, known_config
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block, Extent, SlabLayout, SlabTensor, named_dtype
-from zinfer.quantization.slab_matrix import SlabMatrix, quantized_form
 from zinfer.requests.length_limits import LengthLimits, check_min_out_tokens
+from zinfer.weights.folder import resolve_folder
+from zinfer.weights.quantized import SlabMatrix, quantized_form
 
 if TYPE_CHECKING:
     import torch

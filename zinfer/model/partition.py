@@ -24,9 +24,7 @@ from zinfer.model.quantized_forms import Form, find_form, find_rounding
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import Weight
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
-from zinfer.quantization.conversion import Quantizing, Rounding, Squares
-from zinfer.quantization.slab_matrix import SlabMatrix, interleave
-from zinfer.quantization.stored import StoredMatrix, StoredPart
+from zinfer.weights.quantized import Quantizing, Rounding, SlabMatrix, Squares, StoredMatrix, StoredPart, interleave
 
 
 @dataclass(frozen=True)

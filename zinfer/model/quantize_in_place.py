@@ -8,8 +8,8 @@ from zinfer.config.quantization_rules import Quantization, QuantizationType, Qua
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.kernels.quantize import CannotQuantize, quantize
 from zinfer.model.quantized_forms import find_form
-from zinfer.quantization.parameter import QuantizedParameter
-from zinfer.quantization.slab_matrix import SlabMatrix
+from zinfer.weights.parameter import QuantizedParameter
+from zinfer.weights.quantized import SlabMatrix
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -11,8 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from zinfer.config.quantization_rules import Quantization
 from zinfer.kernels.quantize import full_range, least_error_range
 from zinfer.offload.block import SlabTensor
-from zinfer.quantization.conversion import Rounding, Squares
-from zinfer.quantization.slab_matrix import quantized_form
+from zinfer.weights.quantized import Rounding, Squares, quantized_form
 
 KEPT_MODULES: Final = (nn.Embedding, _ConvNd)
 """Modules whose weights are never quantized."""

@@ -11,13 +11,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from zinfer.checkpoint import Checkpoint, JoinedTensor, TensorEntry
-from zinfer.checkpoint.faults import listed
 from zinfer.errors import CheckpointError
 from zinfer.model.conversion_mapping import convert_names
 from zinfer.model.sharding.weights import CutTensor
-from zinfer.quantization.foreign import Scheme
-from zinfer.quantization.stored import StoredMatrix
+from zinfer.weights import Checkpoint, JoinedTensor, TensorEntry
+from zinfer.weights.folder import listed
+from zinfer.weights.formats import Scheme
+from zinfer.weights.quantized import StoredMatrix
 
 Weight: TypeAlias = TensorEntry | JoinedTensor | CutTensor | StoredMatrix
 """Where the values of a parameter are stored."""

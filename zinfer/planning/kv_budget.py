@@ -22,12 +22,12 @@ from zinfer.planning.host_placement import SWAP_SHARE
 from zinfer.planning.memory import Footprint, weight_budget
 from zinfer.planning.pass_sizes import MOST_TOKENS_FROM_DISK, MOST_TOKENS_PER_PASS, find_pass_sizes
 from zinfer.probe.limits import MachineLimits
-from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.sampling import MOST_PART_LOGITS
 from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.waiting_queue import Order
 from zinfer.units import human_bytes
+from zinfer.weights.quantized import most_dequantized_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block
 from zinfer.probe.limits import MachineLimits
-from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.units import human_bytes
+from zinfer.weights.quantized import most_dequantized_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,8 @@ from zinfer.offload.block import Block, Home, Tier, conversion_bytes
 from zinfer.offload.partition import WHOLE, Partition
 from zinfer.planning.host_placement import HostPlanner, HostSide, spread
 from zinfer.probe.limits import MachineLimits
-from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.units import human_bytes
+from zinfer.weights.quantized import SlabMatrix
 
 _DEFAULT_NUM_SLOTS: Final = 2
 _MIXED_NUM_SLOTS: Final = 3  # one in use, one filling from host memory, one filling from disk

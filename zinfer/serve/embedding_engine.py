@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.config.settings import Settings
 from zinfer.engine.engine import InferenceEngine
@@ -25,6 +24,7 @@ from zinfer.model.spec import ModelSpec
 from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.serve.messages import Cancel, Connection, Embed, Embedded, Failed, Ready, Refused, ToEngine
 from zinfer.serve.tasks import beside
+from zinfer.weights import Checkpoint
 
 log = logging.getLogger("zinfer.serve")
 

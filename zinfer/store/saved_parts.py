@@ -18,9 +18,6 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
-from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.folder import PARTS_NAME, absolute
-from zinfer.checkpoint.json_text import parse_file
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing, checkpoint_path
 from zinfer.config.quantization_rules import Quantization
@@ -28,10 +25,13 @@ from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.grain import Grain
 from zinfer.nvme.whole_file import replace_file
-from zinfer.quantization.native.manifest import Manifest
-from zinfer.quantization.stored import Units
-from zinfer.store.folder import Caller
+from zinfer.store.files import Caller
 from zinfer.store.writing import write_store
+from zinfer.weights import Checkpoint
+from zinfer.weights.folder import PARTS_NAME, absolute
+from zinfer.weights.header import parse_file
+from zinfer.weights.native import Manifest
+from zinfer.weights.quantized import Units
 
 KEY: Final = "save_mp_checkpoint_path"
 _GRAIN_NAME: Final = "zinfer_division.json"

@@ -17,8 +17,6 @@ import torch
 import xxhash
 from rich.console import Console
 
-from zinfer.checkpoint.faults import listed
-from zinfer.checkpoint.folder import absolute
 from zinfer.config import Settings
 from zinfer.display import shown
 from zinfer.errors import ConfigError
@@ -26,15 +24,24 @@ from zinfer.model.sharding.cut import Shard
 from zinfer.nvme.reader import ReadObserver
 from zinfer.offload.block import Block
 from zinfer.probe.limits import choose_device
-from zinfer.quantization.native.identity import Identity
-from zinfer.quantization.native.manifest import FORMAT_VERSION, Manifest, StoredBlock
-from zinfer.store.calibration import CALIBRATION_NAME, Calibration
-from zinfer.store.files import BlockFile, sidecar_files
-from zinfer.store.folder import COMMAND, LOCK_NAME, TEMPORARY, Caller, find_manifest, locked, place_file
-from zinfer.store.pipeline import Pipeline, check_device
-from zinfer.store.progress import Meter, StoreSummary
+from zinfer.store.files import (
+    CALIBRATION_NAME,
+    COMMAND,
+    LOCK_NAME,
+    TEMPORARY,
+    BlockFile,
+    Calibration,
+    Caller,
+    find_manifest,
+    locked,
+    place_file,
+    sidecar_files,
+)
+from zinfer.store.pipeline import Meter, Pipeline, StoreSummary, check_device
 from zinfer.store.source import Source, part_of
 from zinfer.units import human_bytes
+from zinfer.weights.folder import absolute, listed
+from zinfer.weights.native import FORMAT_VERSION, Identity, Manifest, StoredBlock
 
 _PIECE_BYTES: Final = 8 << 20  # per write: the granularity of progress and of disk errors
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from zinfer.config.quantization_rules import Quantization
 from zinfer.model.weight_matching import Weight
-from zinfer.quantization.stored import StoredMatrix, Units
+from zinfer.weights.quantized import StoredMatrix, Units
 
 
 @dataclass(frozen=True)

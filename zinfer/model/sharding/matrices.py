@@ -10,14 +10,14 @@ from math import prod
 
 import torch
 
-from zinfer.checkpoint import TensorEntry
 from zinfer.errors import ConfigError
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.model.sharding.cut import Cut
 from zinfer.model.sharding.weights import CutTensor
-from zinfer.quantization.foreign.filling import fill_groups
-from zinfer.quantization.grid import Axis
-from zinfer.quantization.stored import JoinedMatrix, StoredMatrix, StoredPart
+from zinfer.weights import TensorEntry
+from zinfer.weights.formats.packing import fill_groups
+from zinfer.weights.formats.scheme import Axis
+from zinfer.weights.quantized import JoinedMatrix, StoredMatrix, StoredPart
 
 
 def cut_matrix(whole: StoredMatrix, cut: Cut, shape: tuple[int, ...], *, transposed: bool) -> StoredMatrix:

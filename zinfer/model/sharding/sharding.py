@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from zinfer.checkpoint import JoinedTensor, TensorEntry
 from zinfer.config.parallel import TensorParallel
 from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
@@ -23,7 +22,8 @@ from zinfer.model.sharding.plans import EVERYTHING_ELSE, Plan
 from zinfer.model.sharding.stated_plan import choose_plan
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import Weight
-from zinfer.quantization.stored import StoredMatrix
+from zinfer.weights import JoinedTensor, TensorEntry
+from zinfer.weights.quantized import StoredMatrix
 
 _ANY: Final = Grain()
 _NOTHING: Final = TensorParallel()

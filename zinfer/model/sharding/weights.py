@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from zinfer.checkpoint import JoinedTensor, TensorEntry
 from zinfer.model.sharding.cut import Cut
 from zinfer.offload.block import Extent, SlabTensor
+from zinfer.weights import JoinedTensor, TensorEntry
 
 
 @dataclass(frozen=True)

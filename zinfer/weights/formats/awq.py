@@ -16,18 +16,19 @@ from typing import Final, Literal
 import torch
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.quantization.foreign.filling import SLICE_ELEMENTS, bytes_of, fill_codes, fill_scales, fill_zeros
-from zinfer.quantization.foreign.parts import (
+from zinfer.weights.formats.packing import SLICE_ELEMENTS, bytes_of, fill_codes, fill_scales, fill_zeros
+from zinfer.weights.formats.scheme import (
     FLOATS,
+    Axis,
     ForeignScheme,
+    GroupSize,
     Layout,
+    PartGrid,
     Shapes,
     check_dtypes,
     group_of,
     matrix_shape,
 )
-from zinfer.quantization.foreign.section import GroupSize
-from zinfer.quantization.grid import Axis, PartGrid
 
 _ROW_AT_NIBBLE: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 

@@ -10,11 +10,10 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from zinfer.errors import CheckpointError
-from zinfer.quantization.foreign.awq import Awq
-from zinfer.quantization.foreign.compressed_tensors import CompressedTensors
-from zinfer.quantization.foreign.contract import Scheme
-from zinfer.quantization.foreign.gptq import Gptq
-from zinfer.quantization.foreign.section import PATH, REMEDY, refusal
+from zinfer.weights.formats.awq import Awq
+from zinfer.weights.formats.compressed_tensors import CompressedTensors
+from zinfer.weights.formats.gptq import Gptq
+from zinfer.weights.formats.scheme import PATH, REMEDY, Scheme, refusal
 
 __all__ = ["Scheme", "find_scheme"]
 

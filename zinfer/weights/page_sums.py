@@ -21,12 +21,12 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from zinfer.checkpoint.checkpoint import Checkpoint
-from zinfer.checkpoint.faults import unreadable
-from zinfer.checkpoint.header import TensorEntry
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
 from zinfer.nvme.backend import Buffer
 from zinfer.nvme.reader import DiskReadError
+from zinfer.weights.checkpoint import Checkpoint
+from zinfer.weights.folder import unreadable
+from zinfer.weights.header import TensorEntry
 
 State: TypeAlias = tuple[int, int, int]
 """A file's size in bytes, and its times of modification and of any change in ns."""

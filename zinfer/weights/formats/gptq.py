@@ -19,19 +19,21 @@ import torch
 from pydantic import Field, field_validator
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.quantization.foreign.filling import fill_order, fill_scales, fill_words, fill_zeros, unpack
-from zinfer.quantization.foreign.parts import (
+from zinfer.weights.formats.packing import fill_order, fill_scales, fill_words, fill_zeros, unpack
+from zinfer.weights.formats.scheme import (
     FLOATS,
     INTEGERS,
+    Axis,
     ForeignScheme,
+    GroupSize,
     Layout,
+    PartGrid,
     Shapes,
     check_dtypes,
     group_of,
     matrix_shape,
+    unsupported,
 )
-from zinfer.quantization.foreign.section import GroupSize, unsupported
-from zinfer.quantization.grid import Axis, PartGrid
 
 _REQUIRED: Final = ("qweight", "qzeros", "scales")
 _ONE_IN_EACH: Final = {4: 0x11111111, 8: 0x01010101}

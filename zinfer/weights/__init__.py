@@ -1,20 +1,20 @@
-"""A checkpoint on disk: its folder, and the places of its tensors in files; no weights are read here.
+"""The weights of a model on disk: folder, headers, tensors by name, and the published formats of quantized ones.
 
-`zinfer.checkpoint.folder` imports no torch, so that a name that is no model is refused at once.
+`zinfer.weights.folder` imports no torch, so that a name that is no model is refused at once.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from zinfer.checkpoint.checkpoint import Checkpoint
-    from zinfer.checkpoint.folder import resolve_folder
-    from zinfer.checkpoint.header import Header, JoinedTensor, TensorEntry, read_header
+    from zinfer.weights.checkpoint import Checkpoint
+    from zinfer.weights.folder import resolve_folder
+    from zinfer.weights.header import Header, JoinedTensor, TensorEntry, read_header
 
 __all__ = ["Checkpoint", "Header", "JoinedTensor", "TensorEntry", "read_header", "resolve_folder"]
 
 _HOMES: Final = {"Checkpoint": "checkpoint", "resolve_folder": "folder"}
-"""The module of each public name; the others are in `zinfer.checkpoint.header`."""
+"""The module of each public name; the others are in `zinfer.weights.header`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,1 +1,0 @@
-"""zinfer's own store format: its manifest, and the scheme that reads its quantized matrices."""

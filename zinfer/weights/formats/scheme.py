@@ -1,0 +1,284 @@
+"""What a published format states: which tensors store a matrix, and where its rows and columns lie in them.
+
+Ranks cut matrices along these. The sections of config.json that name a format are pydantic models; what they do not
+know is refused with its key.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from zinfer.errors import CheckpointError
+from zinfer.kernels.quantized import FRAGMENT_COLUMNS, FRAGMENT_ROWS, QuantFormat, QuantizedMatrix
+from zinfer.weights.folder import MAX_NAME
+
+_FRAGMENT_STEP_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The dimension of a tensor along which rows, or columns, follow one another: ``step`` of them to an element."""
+
+    dim: int
+    step: int = 1
+
+
+@dataclass(frozen=True)
+class PartGrid:
+    """How a part lies over its matrix.
+
+    Attributes:
+        shape: of the part, or another one of its elements in the same order, in which the axes are meant.
+        rows, columns: None: the whole part serves each of them.
+    """
+
+    shape: tuple[int, ...]
+    rows: Axis | None = None
+    columns: Axis | None = None
+
+
+def native_grid(format: QuantFormat, part: str, shape: tuple[int, ...]) -> PartGrid:
+    """Return how a part of a `QuantizedMatrix` lies over it."""
+    if part in ("column_scales", "column_order"):
+        return PartGrid(shape, columns=Axis(0))
+    codes, groups = part == "codes", None if format.group_size is None else Axis(1, format.group_size)
+    if not format.in_fragments:
+        columns = Axis(1, 8 // format.bits) if codes else groups
+        return PartGrid(shape, Axis(0), columns)
+    blocks = shape[0] // FRAGMENT_ROWS
+    if not codes:
+        return PartGrid((blocks, shape[1], FRAGMENT_ROWS), Axis(0, FRAGMENT_ROWS), groups)
+    steps = shape[1] * 2 // _FRAGMENT_STEP_COLUMNS
+    step_bytes = FRAGMENT_ROWS * _FRAGMENT_STEP_COLUMNS // 2
+    return PartGrid((blocks, steps, step_bytes), Axis(0, FRAGMENT_ROWS), Axis(1, _FRAGMENT_STEP_COLUMNS))
+
+
+def least_cut(format: QuantFormat) -> tuple[int, int]:
+    """Return the rows, and the columns, of which a part of a matrix must have a multiple to keep its format."""
+    if format.in_fragments:
+        return FRAGMENT_ROWS, FRAGMENT_COLUMNS
+    return format.group_rows or 1, format.group_size or 1
+
+
+class Scheme(ABC):
+    """How a checkpoint stores its quantized weights, as its config.json says.
+
+    A parameter belongs to the model (``model.layers.0.mlp.up_proj.weight``); its parts are the tensors stored for it
+    (``qweight``). The tensors in the checkpoint decide which parameters are quantized; lists of ignored modules agree
+    with them and are not read.
+    """
+
+    is_native: ClassVar[bool] = False
+    """Whether the parts are those of a `QuantizedMatrix` without conversion, so that a block may stream from disk."""
+
+    @property
+    def part(self) -> str | None:
+        """The rank among how many whose part of each layer the checkpoint holds; None: whole layers."""
+        return None
+
+    @property
+    def checksums(self) -> Mapping[Path, str]:
+        """The checksum of each file's bytes after its header, like `Block.checksum`; other files have none."""
+        return {}
+
+    @abstractmethod
+    def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
+        """Return the checkpoint's name of each part, by quantized parameter; other names are ordinary tensors.
+
+        Args:
+            names: of all tensors in the checkpoint.
+
+        Raises:
+            CheckpointError: a parameter lacks a part, or also has a full weight.
+        """
+
+    @abstractmethod
+    def format_of(self, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[QuantFormat, int, int]:
+        """Return the format, rows and columns of a parameter as a quantized matrix.
+
+        Args:
+            parameter: a key of the result of `stored`.
+            shapes: of its parts.
+
+        Raises:
+            CheckpointError: shapes contradict each other or the config; names tensor and shape.
+        """
+
+    @abstractmethod
+    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
+        """Return how a part of this shape lies over a matrix of this format and so many rows."""
+
+    def of_cut(
+        self, parts: Mapping[str, torch.Tensor], rows: int, columns: int, own: torch.Tensor
+    ) -> Mapping[str, torch.Tensor]:
+        """Return cut parts with what they say of the whole matrix in terms of what is left of it.
+
+        Args:
+            rows, columns: of the whole matrix.
+            own: the columns that are left, by their numbers in the whole matrix.
+        """
+        return parts
+
+    @abstractmethod
+    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+        """Fill a matrix of the format from `format_of` from its parts, rounding scales to the target's dtype.
+
+        The parts are on one device, the target on the same or another; temporaries take up to twice the parts' size.
+
+        Raises:
+            CheckpointError: the data is invalid; names the part, not the parameter.
+        """
+
+
+PATH: Final = "quantization_config"
+REMEDY: Final = "use the full-precision checkpoint and quantize it while loading"
+_UNSUPPORTED: Final = "unsupported"
+
+
+def unsupported(reason: str) -> PydanticCustomError:
+    """Return the error to raise in a validator for a valid value that is not supported."""
+    return PydanticCustomError(_UNSUPPORTED, "{reason}", {"reason": reason})
+
+
+def malformed(reason: str) -> PydanticCustomError:
+    """Return the error to raise in a validator for an invalid value."""
+    return PydanticCustomError("malformed", "{reason}", {"reason": reason})
+
+
+class Section(BaseModel):
+    """An object of the configuration; unknown members are ignored, and null members count as absent."""
+
+    model_config = ConfigDict(strict=True, frozen=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalized(cls, members: Any) -> Any:
+        """Drop null members and lower-case strings: tools differ in how they write these."""
+        if not isinstance(members, Mapping):
+            return members
+        stated = {key: value for key, value in members.items() if value is not None}
+        return {key: value.lower() if isinstance(value, str) else value for key, value in stated.items()}
+
+
+def _nothing(value: object) -> object:
+    if value:
+        raise unsupported("that is not supported")
+    return value
+
+
+Nothing = Annotated[Any, AfterValidator(_nothing)]
+"""A member whose value must be absent, false or empty."""
+
+
+def _group_size(value: int) -> int | None:
+    if value < 1 and value != -1:
+        raise malformed("neither -1 nor a number of columns")
+    return None if value == -1 else value
+
+
+GroupSize = Annotated[int | None, AfterValidator(_group_size)]
+"""Columns that share a scale; None for whole rows, which GPTQ and AWQ write as -1."""
+
+
+def refusal(error: ValidationError) -> CheckpointError:
+    """Return the error to raise for the first fault of a section: names the key, its value, and what to do."""
+    fault = error.errors()[0]
+    kind = fault["type"]
+    shown = "missing" if kind == "missing" else repr(fault["input"])
+    shown = shown if len(shown) <= MAX_NAME else f"{shown[:MAX_NAME]}..."
+    path = ".".join((PATH, *map(str, fault["loc"])))
+    remedy = REMEDY if kind in (_UNSUPPORTED, "literal_error") else "restore config.json"
+    return CheckpointError(f"config.json: {path} is {shown}: {fault['msg']}; {remedy}")
+
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+Layout: TypeAlias = tuple[QuantFormat, int, int, Mapping[str, Collection[tuple[int, ...]]]]
+"""Format, rows and columns of a matrix, and the shapes that each of its parts may have."""
+FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32)
+INTEGERS: Final = (torch.int32, torch.int64)
+
+
+class ForeignScheme(Section, Scheme):
+    """A scheme that ``quantization_config`` describes: subclasses say which parts exist, this class checks them."""
+
+    marks: ClassVar[Collection[str]]
+    """Names of parts that only quantized modules have."""
+
+    @abstractmethod
+    def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the required parts and the optional parts of a module."""
+
+    @abstractmethod
+    def layout(self, parameter: str, shapes: Shapes) -> Layout:
+        """Return a parameter's layout from the config and the shapes of its parts."""
+
+    def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
+        names = set(names)
+        split = (name.rpartition(".") for name in names)
+        modules = sorted({module for module, _, part in split if part in self.marks})
+        return {f"{module}.weight": self._parts_of(module, names) for module in modules}
+
+    def _parts_of(self, module: str, names: Collection[str]) -> dict[str, str]:
+        required, optional = self.part_names(module)
+        present = [part for part in (*required, *optional, "weight") if f"{module}.{part}" in names]
+        missing = [part for part in required if part not in present]
+        if missing:
+            raise CheckpointError(
+                f"{module} has {', '.join(present)} but no {', '.join(missing)}: the checkpoint is incomplete, or "
+                f"not what quantization_config of config.json says; download it again"
+            )
+        if "weight" in present and "weight" not in required:
+            raise CheckpointError(f"{module} has both {required[0]} and a full weight: remove one of them")
+        return {part: f"{module}.{part}" for part in dict.fromkeys(present)}
+
+    def format_of(self, parameter: str, shapes: Shapes) -> tuple[QuantFormat, int, int]:
+        format, rows, columns, expected = self.layout(parameter, shapes)
+        try:
+            format.check_shape(rows, columns)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{parameter} is [{rows}, {columns}] and {error}: ragged groups are not supported; "
+                f"use a checkpoint with another group size"
+            ) from error
+        for part, shape in shapes.items():
+            if tuple(shape) not in expected[part]:
+                raise _contradiction(parameter, part, shape, " or ".join(str(list(each)) for each in expected[part]))
+        return format, rows, columns
+
+
+def group_of(size: int | None, columns: int) -> int | None:
+    """Return the group size for a config's ``group_size``; None if a group is a whole row."""
+    return size if size and size < columns else None
+
+
+def matrix_shape(parameter: str, part: str, shapes: Shapes) -> tuple[int, int]:
+    """Return the shape of a part. Raises CheckpointError if it does not have two dimensions."""
+    shape = shapes[part]
+    if len(shape) != 2:
+        raise _contradiction(parameter, part, shape, "a matrix")
+    return shape[0], shape[1]
+
+
+def check_dtypes(parts: Mapping[str, torch.Tensor], expected: Mapping[str, Collection[torch.dtype]]) -> None:
+    """Raise CheckpointError for a part of an unexpected dtype."""
+    for part, dtypes in expected.items():
+        if part in parts and parts[part].dtype not in dtypes:
+            wanted = " or ".join(str(dtype) for dtype in dtypes)
+            raise CheckpointError(
+                f"{part} is {parts[part].dtype}, not {wanted}: quantization_config of config.json does not describe "
+                f"this checkpoint; download both again"
+            )
+
+
+def _contradiction(parameter: str, part: str, shape: Sequence[int], wanted: str) -> CheckpointError:
+    tensor = f"{parameter.removesuffix('weight')}{part}"
+    return CheckpointError(
+        f"{tensor} has shape {list(shape)}, which does not go with its other parts and quantization_config "
+        f"({wanted}): config.json describes another checkpoint, or the file is damaged; download both again"
+    )

@@ -1,0 +1,420 @@
+"""Quantized matrices: as one tensor of a slab, as several tensors of a checkpoint, and the way from one to the other.
+
+In a slab a matrix has its codes, scales and other parts, each aligned to 256 bytes. A block's weights are quantized
+while they are loaded, or converted if the checkpoint holds them quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import lcm, prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+
+import torch
+
+from zinfer.config.quantization_rules import Quantization
+from zinfer.errors import CheckpointError, ConfigError
+from zinfer.kernels.quantize import Bounds, CannotQuantize, full_range, quantize_into
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.kernels.scaling import scale_columns_into
+from zinfer.nvme.aligned import align_up
+from zinfer.offload.block import SLAB_ALIGNMENT_BYTES, Block, SlabLayout, SlabTensor
+from zinfer.weights import Checkpoint, TensorEntry
+from zinfer.weights.formats import Scheme, find_scheme
+from zinfer.weights.formats.scheme import least_cut
+from zinfer.weights.header import parse_object
+from zinfer.weights.native import METHOD, StoreScheme
+
+if TYPE_CHECKING:
+    import torch
+
+    from zinfer.weights.parameter import QuantizedParameter
+
+
+def most_dequantized_bytes(blocks: Iterable[Block]) -> int:
+    """Return the dequantized size of the largest quantized matrix; 0 if there is none."""
+    return max((block.layout.max_dequantized_bytes for block in blocks), default=0)
+
+
+@dataclass(frozen=True)
+class SlabMatrix(SlabTensor):
+    """The layout of a quantized parameter in a slab; ``dtype`` and ``shape`` are those that its module sees.
+
+    Args:
+        transposed: the module holds the matrix's transpose, [columns, rows].
+        quantizes_input: products quantize their input too.
+        part_offsets: where its parts begin; by default one after another from ``offset`` on.
+    """
+
+    format: QuantFormat = field(kw_only=True)
+    transposed: bool = field(default=False, kw_only=True)
+    quantizes_input: bool = field(default=False, kw_only=True)
+    part_offsets: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @property
+    def dequantized_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        return self.shape[-1] if self.transposed else self.numel // max(self.shape[-1], 1)
+
+    @property
+    def columns(self) -> int:
+        return self.shape[0] if self.transposed else self.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            align_up(prod(shape) * self.format.part_itemsize(name, self.dtype.itemsize), SLAB_ALIGNMENT_BYTES)
+            for name, shape in self.format.part_shapes(self.rows, self.columns).items()
+        )
+
+    @property
+    def end(self) -> int:
+        if not self.part_offsets:
+            return self.offset + self.nbytes
+        return align_up(max(part.end for part in self.parts()), SLAB_ALIGNMENT_BYTES)
+
+    @property
+    def arranged(self) -> SlabMatrix:
+        """The matrix with codes and scales in the order that products need, stacked matrices one by one."""
+        rows = self.rows if self.transposed else self.shape[-2]
+        return replace(self, format=self.format.arranged(rows, self.columns))
+
+    def matrix(self, slab: torch.Tensor) -> QuantizedMatrix:
+        """Return the matrix as views of the slab's bytes (uint8)."""
+        views = {part.name.removeprefix(f"{self.name}."): part.view(slab) for part in self.parts()}
+        return QuantizedMatrix(self.format, self.columns, **views)
+
+    def parameter(self, slab: torch.Tensor) -> QuantizedParameter:
+        from zinfer.weights.parameter import QuantizedParameter
+
+        matrix, picked = self.matrix(slab), None
+        if self.format.picks_columns:
+            matrix, picked = replace(matrix, column_order=None), matrix.column_order
+        made = QuantizedParameter.make(
+            matrix, self.shape, transposed=self.transposed, quantizes_input=self.quantizes_input
+        )
+        made.picked = picked
+        return made
+
+    def parts(self) -> list[SlabTensor]:
+        """Return the tensors that the matrix consists of."""
+        parts: list[SlabTensor] = []
+        offset = self.offset
+        for index, (name, shape) in enumerate(self.format.part_shapes(self.rows, self.columns).items()):
+            dtype = self.format.part_dtype(name, self.dtype)
+            begin = self.part_offsets[index] if self.part_offsets else offset
+            parts.append(SlabTensor(f"{self.name}.{name}", dtype, shape, begin))
+            offset = align_up(parts[-1].end, SLAB_ALIGNMENT_BYTES)
+        return parts
+
+
+def quantized_form(
+    rules: Quantization | None, tensor: SlabTensor, *, transposed: bool = False, scales_columns: bool = False
+) -> SlabTensor:
+    """Return the form of a parameter in a slab: as codes and scales if it is a matrix that matches a rule.
+
+    Args:
+        tensor: the parameter in full precision, under its name in the model.
+        transposed: its module holds the matrix's transpose.
+        scales_columns: the matrix has column scales, from a calibration.
+
+    Raises:
+        ConfigError: the groups of a matching rule do not divide the matrix, or would span rows of several.
+    """
+    shape = tensor.shape
+    if rules is None or len(shape) not in (2, 3) or not tensor.dtype.is_floating_point:
+        return tensor
+    columns = shape[0] if transposed else shape[-1]
+    format = rules.format_for(tensor.name, tensor.numel // max(columns, 1), columns)
+    if format is None:
+        return tensor
+    if rules.groups_rows(tensor.name):
+        if len(shape) == 3:
+            raise ConfigError(
+                f"group_dim = 0: {tensor.name} holds several matrices one below the other, whose rows cannot share "
+                "scales; set it to 1, or leave the parameter out (zinfer.quantization.exclude)"
+            )
+        transposed = not transposed
+    if scales_columns:
+        format = replace(format, scales_columns=True)
+    return SlabMatrix(
+        tensor.name,
+        tensor.dtype,
+        shape,
+        format=format,
+        transposed=transposed,
+        quantizes_input=rules.activations,
+    ).arranged
+
+
+def are_rows_of_one(tensors: Sequence[SlabTensor]) -> bool:
+    """Return whether matrices, full or quantized, would form one matrix if they were adjacent in memory."""
+    first = tensors[0]
+    if not isinstance(first, SlabMatrix):
+        return all(type(each) is SlabTensor and each.dtype == first.dtype for each in tensors)
+    matrices = [each for each in tensors if isinstance(each, SlabMatrix) and len(each.shape) == 2]
+    kinds = {(each.dtype, each.format, each.columns, each.transposed, each.quantizes_input) for each in matrices}
+    are_alike = len(matrices) == len(tensors) and len(kinds) == 1
+    return are_alike and not (first.transposed or first.format.scales_columns or first.format.orders_columns)
+
+
+def interleave(layout: SlabLayout, packs: Iterable[Sequence[str]]) -> SlabLayout:
+    """Return the layout with the codes of each pack's quantized matrices adjacent, then their scales, and so on."""
+    tensors = {tensor.name: tensor for tensor in layout.tensors}
+    for names in packs:
+        matrices = [tensor for name in names if isinstance(tensor := tensors.get(name), SlabMatrix)]
+        if not matrices or len(matrices) < len(names) or not are_rows_of_one(matrices):
+            continue
+        assert all(one.end == other.offset for one, other in pairwise(matrices)), "a pack is adjacent"
+        offset, begins = matrices[0].offset, list[list[int]]()
+        for kind in zip(*(matrix.parts() for matrix in matrices), strict=True):
+            begins.append([])
+            for part in kind:
+                begins[-1].append(offset)
+                offset = align_up(offset + part.nbytes, SLAB_ALIGNMENT_BYTES)
+        for matrix, own in zip(matrices, zip(*begins, strict=True), strict=True):
+            tensors[matrix.name] = replace(matrix, offset=own[0], part_offsets=own)
+    return SlabLayout(tuple(tensors.values()))
+
+
+def find_stored_scheme(checkpoint: Checkpoint) -> Scheme | None:
+    """Return how the checkpoint stores quantized weights; None if they are not quantized, or if it is a list of files.
+
+    Raises:
+        CheckpointError: the scheme is not supported.
+    """
+    if checkpoint.is_listed:
+        return None
+    config = parse_object(checkpoint.config_path.read_bytes(), lenient=True)
+    section = config.get("quantization_config")
+    if isinstance(section, dict) and section.get("quant_method") == METHOD:
+        return StoreScheme.open(checkpoint.folder)
+    return find_scheme(config)
+
+
+class StoredPart(Protocol):
+    """A tensor of a checkpoint, or the ranges of one that a rank reads."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def file(self) -> Path: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def pieces(self) -> tuple[TensorEntry, ...]: ...
+
+
+@dataclass(frozen=True)
+class Units:
+    """Rows, and columns, of a matrix that are cut together. ``is_ordered``: columns in the order of their groups."""
+
+    rows: int
+    columns: int
+    is_ordered: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class StoredMatrix:
+    """The parts of one parameter.
+
+    Attributes:
+        name: of the parameter in the checkpoint.
+        scheme: what the parts mean.
+        parts: the tensors by the scheme's names for them.
+        format, rows, columns: of the resulting matrix.
+    """
+
+    name: str
+    scheme: Scheme
+    parts: tuple[tuple[str, StoredPart], ...]
+    format: QuantFormat
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, parameter: str, scheme: Scheme, parts: Mapping[str, TensorEntry]) -> StoredMatrix:
+        """Make the matrix from a scheme's parts. Raises CheckpointError if their shapes contradict each other."""
+        shapes = {part: entry.shape for part, entry in parts.items()}
+        format, rows, columns = scheme.format_of(parameter, shapes)
+        return cls(parameter, scheme, tuple(parts.items()), format, rows, columns)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, self.columns)
+
+    @property
+    def pieces(self) -> tuple[StoredMatrix, ...]:
+        """The matrices that it consists of: itself."""
+        return (self,)
+
+    @property
+    def units(self) -> Units:
+        """What is cut together, because it shares a scale or a word."""
+        rows, columns = ([each] for each in least_cut(self.format))
+        for part, entry in self.parts:
+            grid = self.scheme.grid(self.format, self.rows, part, entry.shape)
+            rows += [grid.rows.step] if grid.rows else []
+            columns += [grid.columns.step] if grid.columns else []
+        return Units(lcm(*rows), lcm(*columns), self.format.orders_columns)
+
+    @property
+    def file(self) -> Path:
+        """The file of its first part."""
+        return self._first.file
+
+    @property
+    def offset(self) -> int:
+        return self._first.offset
+
+    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+        """Fill ``target`` from the parts' values.
+
+        Raises:
+            CheckpointError: the format cannot represent their values; names the parameter and its file.
+        """
+        try:
+            self.scheme.convert_into(target, parts)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.file}: {self.name}: {error}") from error
+
+    @property
+    def _first(self) -> StoredPart:
+        return min((entry for _, entry in self.parts), key=lambda entry: (str(entry.file), entry.offset))
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedMatrix(StoredMatrix):
+    """A stack of separately quantized matrices, such as the experts of a mixture.
+
+    Names of parts are prefixed with the matrix's number.
+    """
+
+    matrices: tuple[StoredMatrix, ...]
+
+    @classmethod
+    def join(cls, name: str, shape: tuple[int, ...], matrices: Sequence[StoredMatrix]) -> JoinedMatrix | None:
+        """Return the parameter ``name`` of ``shape``; None if the matrices do not form it."""
+        first = matrices[0]
+        is_whole = sum(matrix.rows for matrix in matrices) == prod(shape[:-1])
+        if not is_whole or any(matrix.columns != shape[-1] for matrix in matrices):
+            return None
+        if any(matrix.format != first.format for matrix in matrices) or first.format.orders_columns:
+            return None
+        format = first.format
+        if format.group_rows is None:  # a scale per tensor: each row still stores it
+            format = replace(format, group_rows=1)
+        parts = tuple(
+            (f"{index}.{part}", entry) for index, matrix in enumerate(matrices) for part, entry in matrix.parts
+        )
+        return cls(name, first.scheme, parts, format, prod(shape[:-1]), shape[-1], tuple(matrices))
+
+    @property
+    def pieces(self) -> tuple[StoredMatrix, ...]:
+        return self.matrices
+
+    @property
+    def units(self) -> Units:
+        several = [matrix.units for matrix in self.matrices]
+        return Units(lcm(*(each.rows for each in several)), lcm(*(each.columns for each in several)))
+
+    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+        begin = 0
+        for index, matrix in enumerate(self.matrices):
+            rows = target.part(slice(begin, begin + matrix.rows))
+            own = replace(rows, format=replace(rows.format, group_rows=matrix.format.group_rows))
+            matrix.convert_into(own, {part: parts[f"{index}.{part}"] for part, _ in matrix.parts})
+            begin += matrix.rows
+
+
+Squares: TypeAlias = Callable[[str], torch.Tensor | None]
+"""Returns the mean square of each input column of a parameter's product, [columns]; None: it was never used."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounds to nearest.
+
+    Args:
+        bounds: the range that the codes of a group cover.
+        squares: results of a calibration, used only for formats that scale columns; None: no calibration.
+    """
+
+    bounds: Bounds = full_range
+    squares: Squares | None = None
+
+    def into(self, target: QuantizedMatrix, matrix: torch.Tensor, parameter: str) -> None:
+        """Quantize ``matrix`` [rows, columns] into ``target``; ``parameter`` is the parameter's name in the model.
+
+        Raises:
+            CannotQuantize: as `quantize_into`.
+        """
+        squares = self.squares(parameter) if self.squares and target.column_scales is not None else None
+        if squares is not None:
+            scale_columns_into(target, matrix, squares, self.bounds)
+            return
+        if target.column_scales is not None:
+            target.column_scales.fill_(1)
+        quantize_into(target, matrix, self.bounds)
+
+
+NEAREST: Final = Rounding()
+"""Rounds to nearest over the full range, without calibration."""
+
+
+@dataclass(frozen=True)
+class Quantizing:
+    """Fills a block's slab with quantized matrices, and copies its other tensors.
+
+    Args:
+        block: its name, for messages.
+        stored: layout of the source: full weights under their names in ``layout``, and the parts of ``matrices``.
+        layout: of the slab.
+        matrices: those that the checkpoint holds quantized, by their names in ``layout``.
+        names: of parameters in the model, by their names in ``layout``.
+    """
+
+    block: str
+    stored: SlabLayout
+    layout: SlabLayout
+    matrices: Mapping[str, StoredMatrix]
+    rounding: Rounding
+    names: Mapping[str, str]
+
+    def __call__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Fill ``target`` from ``source``, both uint8 and on one device.
+
+        Raises:
+            CheckpointError: a weight cannot be quantized; names it.
+        """
+        weights = {tensor.name: tensor.view(source) for tensor in self.stored.tensors}
+        for tensor in self.layout.tensors:
+            stored = self.matrices.get(tensor.name)
+            if stored is not None:
+                assert isinstance(tensor, SlabMatrix)
+                parts = {part: weights[f"{tensor.name}.{part}"] for part, _ in stored.parts}
+                stored.convert_into(tensor.matrix(target), parts)
+            elif isinstance(tensor, SlabMatrix):
+                self._quantize(tensor, weights[tensor.name], target)
+            else:
+                tensor.view(target).copy_(weights[tensor.name])
+
+    def _quantize(self, tensor: SlabMatrix, weight: torch.Tensor, target: torch.Tensor) -> None:
+        rows = weight.t() if tensor.transposed else weight.view(tensor.rows, tensor.columns)
+        try:
+            self.rounding.into(tensor.matrix(target), rows, self.names.get(tensor.name, tensor.name))
+        except CannotQuantize as error:
+            raise CheckpointError(
+                f"{self.block}: {tensor.name} cannot be quantized: {error}; leave it out "
+                f"(zinfer.quantization.exclude), or repair the checkpoint"
+            ) from error
