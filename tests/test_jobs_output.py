@@ -1,6 +1,7 @@
 """The output file and its manifest: whole rows only, whatever breaks, and never another's file."""
 
 import errno
+import json
 import multiprocessing
 import os
 import re
@@ -160,7 +161,10 @@ def test_a_file_that_was_never_begun_leaves_nothing(path: Path) -> None:
         (b"[]", "is not a manifest of a zinfer job; move it away"),
         (b"[" * 100_000, "is not a manifest of a zinfer job; move it away"),
         (b'{"kind": "zinfer batch job", "version": 99}', "has version 99, this zinfer writes 4"),
-        (b'{"kind": "zinfer batch job", "version": 4, "model": {}}', "is damaged: input is missing; give another"),
+        (
+            b'{"kind": "zinfer batch job", "version": 4, "model": {}}',
+            "is damaged: input is missing; give another",
+        ),
         (
             b'{"kind": "zinfer batch job", "version": 4, "model": {}, "input": {}, "settings": {}, "versions": {}}',
             "is damaged: began is missing",
@@ -184,6 +188,24 @@ def test_a_manifest_that_is_none_is_refused_and_kept(path: Path, content: bytes,
     with pytest.raises(UnusableInput, match=re.escape(message)):
         OutputFile(path)
     assert manifest_path(path).read_bytes() == content
+
+
+@pytest.mark.parametrize("manifest", [{"version": 3}, {"version": 99}], ids=str)
+def test_a_restart_discards_the_rows_of_a_job_that_nobody_can_resume(path: Path, manifest: dict[str, object]) -> None:
+    path.write_text("rows\n")
+    manifest_path(path).write_text(json.dumps({"kind": "zinfer batch job", **manifest}))
+    with pytest.raises(UnusableInput, match="--restart"):
+        OutputFile(path)
+    with closing(OutputFile(path, restart=True)) as out:
+        out.check_ours()
+        out.begin(MANIFEST)
+    assert (path.read_bytes(), read_manifest(manifest_path(path))) == (b"", MANIFEST)
+
+
+def test_a_restart_leaves_what_is_not_a_jobs(path: Path) -> None:
+    manifest_path(path).write_text("[]")
+    with pytest.raises(UnusableInput, match="is not a manifest of a zinfer job"):
+        OutputFile(path, restart=True)
 
 
 def test_a_manifest_comes_back(path: Path) -> None:

@@ -16,7 +16,7 @@ from zinfer.config import resolve_settings
 from zinfer.display import shown
 from zinfer.jobs.input_formats import open_input
 from zinfer.jobs.job_run import JobRun
-from zinfer.jobs.output import OutputFile, Stdout
+from zinfer.jobs.output import Output, OutputFile, Stdout
 from zinfer.jobs.peer_worker import PeerWorker
 from zinfer.jobs.peers import Peers
 from zinfer.jobs.progress import Meter
@@ -151,10 +151,16 @@ def run_job(
         try:
             with shown(meter), open_input(request) as rows:
                 job = JobRun(request, settings, meter, peers, rows)
-                to_stdout = request.output == STANDARD_STREAM
-                with closing(Stdout() if to_stdout else OutputFile(request.output)) as out, closing(job):
+                with closing(_open_output(request)) as out, closing(job):
                     return job.run(out)
         except BaseException as error:
             if peers is not None and (first := peers.first_failure(error)) is not None:
                 raise first from None
             raise
+
+
+def _open_output(request: JobRequest) -> Output:
+    """Open the job's output; errors are those of `OutputFile`."""
+    if request.output == STANDARD_STREAM:
+        return Stdout()
+    return OutputFile(request.output, restart=request.restart)

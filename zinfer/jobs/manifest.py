@@ -68,11 +68,16 @@ class Manifest:
 _MANIFEST: Final = TypeAdapter(Manifest)
 
 
+class OtherVersion(JobError):
+    """The manifest is that of another version of zinfer, whose job this one cannot resume."""
+
+
 def read_manifest(path: Path) -> Manifest | None:
     """Return the manifest, or None if the file does not exist.
 
     Raises:
-        JobError: the file is not a manifest of this version.
+        OtherVersion: the file is a manifest of another version.
+        JobError: it is no manifest, damaged, or cannot be read.
     """
     try:
         return _MANIFEST.validate_json(path.read_bytes())
@@ -87,9 +92,9 @@ def read_manifest(path: Path) -> Manifest | None:
                 f"{path} is not a manifest of a zinfer job; move it away or give another --output"
             ) from error
         if first["loc"] == ("version",):
-            raise JobError(
-                f"manifest {path} has version {first['input']}, this zinfer writes {VERSION}; "
-                "finish the job with the zinfer that began it or give another --output"
+            raise OtherVersion(
+                f"manifest {path} has version {first['input']}, this zinfer writes {VERSION}; finish the job with the "
+                "zinfer that began it, discard its rows with --restart, or give another --output"
             ) from error
         raise JobError(f"manifest {path} is damaged: {field_error(error, Manifest)}; give another --output") from error
 

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 
 from zinfer.errors import JobError
 from zinfer.jobs.index import RowIndex
-from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
+from zinfer.jobs.manifest import Manifest, OtherVersion, read_manifest, write_manifest
 from zinfer.jobs.records import encode_row, read_record, read_token_ids
 from zinfer.jobs.request import STANDARD_STREAM, UnusableInput, checksums_path, manifest_path
 from zinfer.jobs.rows import RowState
@@ -36,8 +36,11 @@ class OutputFile:
     is_begun: whether the file belongs to this job, so that rows may be appended.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, restart: bool = False) -> None:
         """Create or open the file and lock it.
+
+        Args:
+            restart: the rows of an earlier job are to be discarded, so its manifest need not be usable.
 
         Raises:
             UnusableInput: it is not a writable file, or another process is writing it.
@@ -50,11 +53,16 @@ class OutputFile:
         self._begins = array("q")  # [num_rows] where the row of each ordinal begins, as of `resume`; -1: nowhere
         self._created = not path.exists()
         self._descriptor = self._open_locked()
+        self.manifest: Manifest | None = None
+        self._is_ours = False
         try:
             self.manifest = read_manifest(self._manifest_path)
+            self._is_ours = self.manifest is not None
         except JobError as error:
-            os.close(self._descriptor)
-            raise UnusableInput(str(error)) from error
+            self._is_ours = restart and isinstance(error, OtherVersion)
+            if not self._is_ours:
+                os.close(self._descriptor)
+                raise UnusableInput(str(error)) from error
 
     def close(self) -> None:
         """Release the lock; remove the file if this job created it and wrote nothing."""
@@ -75,7 +83,7 @@ class OutputFile:
 
     def check_ours(self) -> None:
         """Raise UnusableInput if the file is not empty and has no manifest of a zinfer job."""
-        if self.manifest is None and os.fstat(self._descriptor).st_size:
+        if not self._is_ours and os.fstat(self._descriptor).st_size:
             raise UnusableInput(
                 f"output {self.path} exists and has no manifest ({self._manifest_path.name}), so it is not a zinfer "
                 "job's and is left as it is (with --restart too); give another --output or move the file away"
@@ -94,7 +102,7 @@ class OutputFile:
     def keep(self, manifest: Manifest) -> None:
         """Write the manifest, replacing the former one."""
         write_manifest(self._manifest_path, manifest)
-        self.manifest = manifest
+        self.manifest, self._is_ours = manifest, True
 
     def keep_order(self, index: RowIndex) -> None:
         """Let `finish` put the rows in the order of the input."""
