@@ -47,11 +47,10 @@ class Shard:
         return (f"{groups}-experts" if self.experts > 1 else "") + f"-{self.rank}-of-{self.size}"
 
     def bounds(self, count: int, unit: int = 1) -> tuple[int, int]:
-        """Return this rank's range of ``count`` elements, divided in whole units as evenly as possible."""
-        assert count % unit == 0, f"{count} is not a multiple of {unit}"
-        each, more = divmod(count // unit, self.size)
+        """Return this rank's range of ``count`` elements, divided evenly in units, of which the last may be cut."""
+        each, more = divmod(-(-count // unit), self.size)
         begin = self.rank * each + min(self.rank, more)
-        return begin * unit, (begin + each + (self.rank < more)) * unit
+        return begin * unit, min((begin + each + (self.rank < more)) * unit, count)
 
     def padded_bounds(self, count: int, unit: int = 1) -> tuple[int, int]:
         """Return this rank's range of ``count`` elements in equal ranges, of which the last may be shorter or empty."""

@@ -67,6 +67,7 @@ class LayerDivider:
 
     Attributes:
         most_unit: the largest number of rows of a feed-forward that stay together in a layer divided so far.
+        most_stored: the largest number that must, because stored codes do.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class LayerDivider:
         grain: Grain,
     ) -> None:
         self._plan, self._shard, self._config, self._grain = plan, shard, config, grain
-        self._least = 1
+        self._least = self.most_stored = 1
         self.most_unit = grain.preferred
 
     def divide(self, name: str, layer: nn.Module, found: LayerCuts) -> None:
@@ -89,6 +90,7 @@ class LayerDivider:
         heads = self._heads_of(name, layer)
         self._least = self._feed_forward_unit(name, layer, heads)
         self.most_unit = max(self.most_unit, lcm(self._grain.preferred, self._least))
+        self.most_stored = max(self.most_stored, self._least)
         for path, module in layer.named_modules():
             style = self._style(path)
             if style in (*_ADDS, *_OF_EXPERTS):
@@ -193,10 +195,12 @@ class LayerDivider:
     def _unit_of(self, name: str, width: int, shard: Shard) -> int:
         if width < shard.size:
             raise ConfigError(f"{shard.key} = {shard.size} is more than the {width} rows of {name}")
-        for unit in (lcm(self._grain.preferred, self._least), self._least):
-            if width % unit == 0 and width // unit >= shard.size:
-                return unit
-        most = max(width // self._least, 1)
+        together = lcm(self._grain.preferred, self._least)
+        if width % together == 0 and width // together >= shard.size:
+            return together
+        most = -(-width // self._least)  # a last block may be cut
+        if most >= shard.size:
+            return self._least
         raise ConfigError(
             f"{shard.key} = {shard.size}: codes of {self._least} of the {width} rows or columns of "
             f"{name} share scales or words in the checkpoint, so that {most} ranks can divide them at the most; sizes "

@@ -97,7 +97,7 @@ class Sharding:
         if several is not None:
             found.changes += several.config_changes(config)
             found.changes.append((config, "head_dim", _head_dim(config, several.num_query)))
-        found.changes += _width_changes(config, shard, divider.most_unit, plan)
+        found.changes += _width_changes(config, shard, divider, plan)
         return cls(shard, cuts, embeddings, heads, token_unit, found, grain, _forms(model, cuts))
 
     def cut_weights(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
@@ -232,7 +232,9 @@ def _forms(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[tuple[int,
     return {name: (tuple(model.get_parameter(name).shape), isinstance(own, Conv1D)) for name, own in owners.items()}
 
 
-def _width_changes(config: PretrainedConfig, shard: Shard, unit: int, plan: Plan) -> list[tuple[Any, str, object]]:
+def _width_changes(
+    config: PretrainedConfig, shard: Shard, divider: LayerDivider, plan: Plan
+) -> list[tuple[Any, str, object]]:
     """Return the widths of feed-forwards that memory is planned by, never less than a rank's."""
     found: list[tuple[Any, str, object]] = []
     if EVERYTHING_ELSE in plan:
@@ -241,6 +243,6 @@ def _width_changes(config: PretrainedConfig, shard: Shard, unit: int, plan: Plan
     for name in _MLP_WIDTHS:
         own, value = shard.within if name == of_experts else shard, getattr(config, name, None)
         if isinstance(value, int):
-            units, rest = divmod(value, unit)
-            found.append((config, name, own.padded_size(value) if rest else own.padded_size(units) * unit))
+            unit = divider.most_stored if value % divider.most_unit else divider.most_unit
+            found.append((config, name, own.padded_size(value, unit)))
     return found
