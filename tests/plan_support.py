@@ -38,10 +38,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Mixtral-8x22B": known("mixtral-8x22b"),
 }
 QUANTIZED_ELSEWHERE: dict[str, dict[str, Any]] = {
-    "DeepSeek-V3 FP8": {
+    "DeepSeek-V4 FP4 experts": {
         **DeepseekV3Config().to_dict(),
         "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
     },
     "gpt-oss-120b MXFP4": {
         **GptOssConfig().to_dict(),

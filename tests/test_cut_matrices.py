@@ -67,6 +67,22 @@ CASES: dict[str, Case] = {
     "floats of one scale": floats("tensor", (1,)),
     "blocks of floats": floats("block", (6, 3), block_structure=[8, GROUP]),
 }
+BLOCKS = {
+    "weight_block_size": [8, 16],  # of [44, 72] the last blocks are cut in rows and columns
+    "scale_fmt": "ue8m0",
+}
+CASES |= {
+    f"fp8 {name}": (
+        scheme_of("fp8", **section),
+        {"weight": FLOATS[:44, :72], "weight_scale_inv": (torch.rand(scales) + 0.1).to(dtype)},
+    )
+    for name, section, scales, dtype in (
+        ("cut blocks", BLOCKS, (6, 5), torch.float8_e8m0fnu),
+        ("of one scale", {}, (), torch.float32),
+        ("rows", {}, (44, 1), torch.bfloat16),
+        ("wide blocks", {"weight_block_size": [8, 128]}, (6, 1), torch.float32),
+    )
+}
 CUTS = (Cut(0, ((8, 16),)), Cut(0, ((0, 8), (24, 48))), Cut(1, ((32, 96),)), Cut(1, ((0, 32), (64, 96))))
 
 
@@ -88,11 +104,12 @@ def test_a_part_has_the_values_of_the_whole(tmp_path: Path, name: str) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     entries = Checkpoint.listed([tmp_path / "model.safetensors"], "files").tensors
     whole = StoredMatrix.of(PARAMETER, scheme, {part: entries[f"{MODULE}.{part}"] for part in parts})
-    expected = values(whole, tensors)
-    for cut in CUTS:
-        own = cut_matrix(whole, cut, (ROWS, COLUMNS), transposed=False)
+    expected, (rows, columns) = values(whole, tensors), whole.shape
+    for each in CUTS:
+        cut = replace(each, ranges=tuple((begin, min(end, whole.shape[each.dim])) for begin, end in each.ranges))
+        own = cut_matrix(whole, cut, (rows, columns), transposed=False)
         assert torch.equal(values(own, tensors), cut.of(expected)), cut
-        turned = cut_matrix(whole, Cut(1 - cut.dim, cut.ranges), (COLUMNS, ROWS), transposed=True)
+        turned = cut_matrix(whole, Cut(1 - cut.dim, cut.ranges), (columns, rows), transposed=True)
         assert torch.equal(values(turned, tensors), cut.of(expected)), cut
 
 

@@ -34,8 +34,15 @@ def group(**more: Any) -> dict[str, Any]:
     return compressed(format="int-quantized", config_groups={"a": fields})
 
 
+def fp8(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "fp8", "weight_block_size": [128, 128], **more}
+
+
 NOT_SUPPORTED = [
-    *(({"quant_method": method}, f"quant_method is '{method}'") for method in ("bitsandbytes", "hqq", "marlin", "fp8")),
+    *(
+        ({"quant_method": method}, f"quant_method is '{method}'")
+        for method in ("bitsandbytes", "hqq", "marlin", "mxfp4")
+    ),
     ({"load_in_4bit": True}, "quant_method is None"),
     *((gptq(bits=bits), f"bits is {bits}: Input should be 4 or 8") for bits in (2, 3)),
     (gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
@@ -77,11 +84,20 @@ NOT_SUPPORTED = [
     (group(format="float-quantized", weights={"type": "float", "symmetric": False}), "weights.symmetric is False"),
 ]
 NOT_SUPPORTED += [
+    (fp8(fmt="e5m2"), "fmt is 'e5m2': Input should be 'e4m3'"),
+    (fp8(activation_scheme="token"), "activation_scheme is 'token': Input should be 'dynamic' or 'static'"),
+    (fp8(expert_dtype="fp4"), "expert_dtype is 'fp4': Input should be 'fp8'"),
+    (fp8(modules_to_convert=["embed_tokens"]), "modules_to_convert is ['embed_tokens']: that is not supported"),
+    (fp8(rotation="hadamard"), "rotation is 'hadamard': not a known key, and it may change what weights are"),
+    ({"quant_method": "fbgemm_fp8", "weight_block_size": [128, 128]}, "weight_block_size is [128, 128]: not a known"),
     ({"quant_method": 4}, "quant_method is 4: weights are read from"),
     (gptq(bits="4"), "bits is '4': Input should be 4 or 8"),
     (gptq(bits=True), "bits is True: Input should be 4 or 8"),
 ]
 MISSPELT = [
+    (fp8(weight_block_size=[128]), "weight_block_size.1 is missing"),
+    (fp8(weight_block_size=[128, 0]), "weight_block_size.1 is 0: Input should be greater than 0"),
+    (fp8(weight_block_size=128), "weight_block_size is 128: Input should be a valid tuple"),
     ([], "quantization_config is []: not an object"),
     ({"quant_method": "gptq"}, "bits is missing: Field required"),
     (compressed(format=None), "config_groups.a.format is missing: Field required"),
@@ -130,6 +146,8 @@ def test_a_checkpoint_that_is_not_quantized_has_no_scheme(config: dict[str, Any]
         compressed(sparsity_config={"format": "dense", "sparsity_structure": "2:4"}),
         compressed(quantization_status="compressed", kv_cache_scheme=None, transform_config={}),
         gptq(dynamic={"-:.*gate": {}, "+:.*up": {"damp_percent": 0.1}}, meta={"quantizer": "gptqmodel:7"}),
+        fp8(scale_fmt="ue8m0", modules_to_not_convert=["gate"], ignored_layers=None, activation_scheme="static"),
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
         awq(version="GEMM", modules_to_not_convert=["gate"]),
     ],
 )

@@ -70,6 +70,8 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
             for piece in made.pieces:
                 unplaced.pop(piece.name)
     _share_tied(model, found)
+    if scheme is not None:
+        _refuse_unscaled(found.values())
     if missing := [name for name in wanted if name not in found]:
         raise CheckpointError(
             f"{checkpoint.folder}: {len(missing)} weights are missing: {listed(missing)}. The checkpoint is "
@@ -108,6 +110,7 @@ def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, 
         for parameter, parts in scheme.stored(checkpoint.tensors.keys()).items()
     }
     taken = {part.name for matrix in joined.values() for _, part in matrix.parts}
+    taken.update(scheme.set_aside(checkpoint.tensors.keys()))
     return {name: entry for name, entry in checkpoint.tensors.items() if name not in taken} | joined
 
 
@@ -153,6 +156,7 @@ def _refuse_spare(checkpoint: Checkpoint, unplaced: Iterable[TensorEntry | Store
     parts = [[part for _, part in each.parts] if isinstance(each, StoredMatrix) else [each] for each in unplaced]
     spare = [part.name for each in parts for part in each]
     known: list[str] = [*_SPARE_PATTERNS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    known += _predicting_layers(model)
     spare = [name for name in spare if name not in checkpoint.unnamed]
     extra = [name for name in spare if not any(re.search(pattern, name) for pattern in known)]
     if extra:
@@ -161,6 +165,23 @@ def _refuse_spare(checkpoint: Checkpoint, unplaced: Iterable[TensorEntry | Store
             f"{checkpoint.folder}: {len(extra)} weights have no place in {type(model).__name__}: {listed(extra)} (in "
             f"{listed(files)}). config.json describes another model, or its family needs a conversion not available yet"
         )
+
+
+def _predicting_layers(model: nn.Module) -> Iterator[str]:
+    """Yield a pattern of names for each layer that predicts further tokens (MTP); they follow the model's own."""
+    if isinstance(model, PreTrainedModel):
+        config = model.config.get_text_config()
+        first, count = getattr(config, "num_hidden_layers", 0), getattr(config, "num_nextn_predict_layers", None)
+        yield from (rf"(^|\.)layers\.{first + number}\." for number in range(count or 0))
+
+
+def _refuse_unscaled(weights: Iterable[Weight]) -> None:
+    for weight in weights:
+        if not isinstance(weight, StoredMatrix) and weight.dtype.is_floating_point and weight.dtype.itemsize == 1:
+            raise CheckpointError(
+                f"{weight.file}: {weight.name} at byte {weight.offset} is {weight.dtype}, and no scale of it is stored "
+                "(weight_scale_inv, weight_scale): the checkpoint is incomplete, download it again"
+            )
 
 
 def _said_of_index(checkpoint: Checkpoint) -> str:

@@ -12,15 +12,18 @@ from pydantic import ValidationError
 from zinfer.errors import CheckpointError
 from zinfer.weights.formats.awq import Awq
 from zinfer.weights.formats.compressed_tensors import CompressedTensors
+from zinfer.weights.formats.fp8 import FbgemmFp8, Fp8
 from zinfer.weights.formats.gptq import Gptq
-from zinfer.weights.formats.scheme import PATH, REMEDY, Scheme, refusal
+from zinfer.weights.formats.scheme import PATH, REMEDY, ForeignScheme, Scheme, refusal
 
 __all__ = ["Scheme", "find_scheme"]
 
-_METHODS: Final[Mapping[str, type[Gptq | Awq | CompressedTensors]]] = {
+_METHODS: Final[Mapping[str, type[ForeignScheme]]] = {
     "gptq": Gptq,
     "awq": Awq,
     "compressed-tensors": CompressedTensors,
+    "fp8": Fp8,
+    "fbgemm_fp8": FbgemmFp8,
 }
 
 

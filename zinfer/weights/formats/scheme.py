@@ -4,6 +4,7 @@ Ranks cut matrices along these. The sections of config.json that name a format a
 know is refused with its key.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from zinfer.kernels.quantized import FRAGMENT_COLUMNS, FRAGMENT_ROWS, QuantForma
 from zinfer.weights.folder import MAX_NAME
 
 _FRAGMENT_STEP_COLUMNS = 64
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,10 @@ class Scheme(ABC):
     def checksums(self) -> Mapping[Path, str]:
         """The checksum of each file's bytes after its header, like `Block.checksum`; other files have none."""
         return {}
+
+    def set_aside(self, names: Collection[str]) -> Collection[str]:
+        """Return the tensors that the scheme does not read, of all names in the checkpoint."""
+        return ()
 
     @abstractmethod
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
@@ -193,8 +200,9 @@ def refusal(error: ValidationError) -> CheckpointError:
     shown = "missing" if kind == "missing" else repr(fault["input"])
     shown = shown if len(shown) <= MAX_NAME else f"{shown[:MAX_NAME]}..."
     path = ".".join((PATH, *map(str, fault["loc"])))
-    remedy = REMEDY if kind in (_UNSUPPORTED, "literal_error") else "restore config.json"
-    return CheckpointError(f"config.json: {path} is {shown}: {fault['msg']}; {remedy}")
+    what = "not a known key, and it may change what weights are" if kind == "extra_forbidden" else fault["msg"]
+    remedy = REMEDY if kind in (_UNSUPPORTED, "literal_error", "extra_forbidden") else "restore config.json"
+    return CheckpointError(f"config.json: {path} is {shown}: {what}; {remedy}")
 
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -209,6 +217,8 @@ class ForeignScheme(Section, Scheme):
 
     marks: ClassVar[Collection[str]]
     """Names of parts that only quantized modules have."""
+    set_aside_parts: ClassVar[Collection[str]] = ()
+    """Names of parts that are not read: static scales of activations and of the KV cache."""
 
     @abstractmethod
     def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
@@ -217,6 +227,17 @@ class ForeignScheme(Section, Scheme):
     @abstractmethod
     def layout(self, parameter: str, shapes: Shapes) -> Layout:
         """Return a parameter's layout from the config and the shapes of its parts."""
+
+    def set_aside(self, names: Collection[str]) -> Collection[str]:
+        found = [name for name in names if name.rpartition(".")[2] in self.set_aside_parts]
+        if found:
+            log.warning(
+                "the checkpoint has static scales of activations or of the KV cache (%d tensors, %s the first): they "
+                "are not read, activations stay in full precision; zinfer.kv_cache_dtype quantizes the KV cache",
+                len(found),
+                min(found),
+            )
+        return found
 
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         names = set(names)
