@@ -28,7 +28,7 @@ _VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 """`zinfer.quantization` by the end of a hub name, for models that are published in other formats too."""
 _TRAINED: Final = re.compile(r"-(instruct|chat|base|hf|it|thinking|bf16|fp16|\d{4})$")
 """Ends of names that say how a model was trained, or when; its shape is the same."""
-_AS_PUBLISHED: Final = ("bf16", "fp16", "awq", "gptq-int4", "gptq-int8")
+_AS_PUBLISHED: Final = ("bf16", "fp16", "fp8", "awq", "gptq-int4", "gptq-int8")
 """Formats that run as they are published."""
 
 
@@ -45,7 +45,8 @@ class KnownModel:
         also: other names of this shape.
         active: parameters that a token is multiplied with, in 10^9; None: all.
         gigabytes: published; None: not known.
-        quantization: `zinfer.quantization` with which its weights take as many bytes as published; None: none.
+        quantization: `zinfer.quantization` with which its weights take as many bytes as those that are published take
+            in a run; None: none.
         stand_in: in words, what the layers of ``config`` have in place of the model's; None: they are the model's.
     """
 
@@ -77,14 +78,14 @@ class KnownModel:
             is_stated: the configuration says in which form the weights are planned.
         """
         planned = []
-        if self.quantization is not None and not is_stated:
-            planned.append(_words(self.quantization))
-        if self.format not in _AS_PUBLISHED and self.quantization is None:
-            planned.append("safetensors")
+        if self.format not in _AS_PUBLISHED:
+            if self.quantization is None:
+                planned.append("safetensors")
+            elif not is_stated:
+                planned.append(_words(self.quantization))
         if self.stand_in is not None:
             planned.append(self.stand_in)
-        is_run = self.format in _AS_PUBLISHED and self.stand_in is None
-        if is_run or not planned:
+        if not planned:
             return None
         return (
             f"zinfer {__version__} does not run {self.hub} as published yet ({self.published}); planned as if it had "

@@ -107,9 +107,9 @@ class _E4m3(ForeignScheme):
     def _per_row(self, scales: torch.Tensor, target: QuantizedMatrix) -> torch.Tensor:
         """Return scales as the target has them, [rows or 1, groups], from those of blocks, rows or the tensor."""
         if scales.numel() == 1:
-            return scales.view(1, 1)
+            return scales.reshape(1, 1)
         if self._block is None or self._is_per_row(target.rows, scales.shape):
-            return scales.view(-1, 1)
+            return scales.reshape(-1, 1)
         block_rows, block_columns = self._block
         size = target.format.group_size
         if size is not None:
