@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from foreign_support import (
+    MODULE,
     PARAMETER,
     Weights,
     assert_reads,
@@ -193,6 +194,21 @@ def test_dynamic_activations_are_left_in_full_precision(caplog: pytest.LogCaptur
         scheme = scheme_of("compressed-tensors", format="int-quantized", config_groups={"group_0": group})
     assert "quantization_config.config_groups.group_0.input_activations asks for quantized activations" in caplog.text
     assert_reads(read(scheme, plain_parts(weights, 8, symmetric=True)), weights.values(torch.float16))
+
+
+def test_static_scales_are_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    """Llama-3.1-405B-FP8 and others of one scale for all of a layer's inputs, with scales of the KV cache."""
+    activations = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+    groups = {"group_0": {**group, "input_activations": activations}}
+    scheme = scheme_of(
+        "compressed-tensors", format="float-quantized", config_groups=groups, kv_cache_scheme=activations
+    )
+    names = [f"{MODULE}.{part}" for part in ("weight", "weight_scale", "input_scale")] + ["self_attn.k_scale"]
+    with caplog.at_level(logging.WARNING):
+        assert sorted(scheme.set_aside(names)) == sorted(names[2:])
+    assert f"(2 tensors, {MODULE}.input_scale the first): they are not read" in caplog.text
+    assert scheme.stored(names) == {PARAMETER: {"weight": names[0], "weight_scale": names[1]}}
 
 
 def test_activation_order_is_read_by_the_index_of_groups() -> None:

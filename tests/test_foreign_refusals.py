@@ -53,7 +53,6 @@ NOT_SUPPORTED = [
     (awq(bits=8), "bits is 8: Input should be 4"),
     *((awq(version=version), f"version is '{version}'") for version in ("gemv", "gemv_fast", "exllama", "marlin")),
     (awq(format="llm-awq"), "format is 'llm-awq'"),
-    (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is {'num_bits': 8}"),
     (compressed(transform_config={"config_groups": {"u": 1}}), "transform_config is {"),
     (compressed(moe_sparsity_config={"method": "prune"}), "moe_sparsity_config is {"),
     (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format is 'sparse-24-bitmask'"),
@@ -70,10 +69,6 @@ NOT_SUPPORTED = [
     (
         weights(strategy="block", block_structure=[8, 8]),
         "packed weights are read with a scale per tensor, channel or group",
-    ),
-    *(
-        (group(input_activations=said), "config_groups.a.input_activations.dynamic is False")
-        for said in ({"num_bits": 8, "dynamic": False}, {"num_bits": 8})
     ),
     (group(input_activations={"dynamic": "local"}), "config_groups.a.input_activations.dynamic is 'local'"),
     (group(output_activations={"dynamic": True}), "config_groups.a.output_activations is {"),
@@ -144,6 +139,8 @@ def test_a_checkpoint_that_is_not_quantized_has_no_scheme(config: dict[str, Any]
     "config",
     [
         compressed(sparsity_config={"format": "dense", "sparsity_structure": "2:4"}),
+        compressed(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False}),
+        *(group(input_activations={"num_bits": 8} | said) for said in ({"dynamic": False}, {})),
         compressed(quantization_status="compressed", kv_cache_scheme=None, transform_config={}),
         gptq(dynamic={"-:.*gate": {}, "+:.*up": {"damp_percent": 0.1}}, meta={"quantizer": "gptqmodel:7"}),
         fp8(scale_fmt="ue8m0", modules_to_not_convert=["gate"], ignored_layers=None, activation_scheme="static"),

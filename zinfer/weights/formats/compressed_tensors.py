@@ -14,8 +14,8 @@ weight_zero_point: shaped like weight_scale, int8; with packed weights and more 
     also plus 8 or 128, int32 [rows / codes a word, groups] (int8, not packed, before version 0.9);
 weight_g_idx:  int32 [columns], the group of each column, for weights in activation order.
 
-Activations stay in full precision. Other changes of the computation (static activation scales, quantized KV caches,
-transforms) and sparse layouts are refused.
+Activations and the KV cache stay in full precision, and their static scales are not read. Other changes of the
+computation (transforms) and sparse layouts are refused.
 """
 
 import logging
@@ -90,7 +90,7 @@ class _Weights(Section):
 
 
 class _Activations(Section):
-    dynamic: Literal[True] = Field(False, validate_default=True)  # static by default
+    dynamic: Literal[True, False] = False
 
 
 class WeightGroup(Section):
@@ -173,8 +173,16 @@ class CompressedTensors(ForeignScheme):
     """Weights that compressed-tensors wrote, in one or more groups of modules."""
 
     marks = ("weight_packed", "weight_scale")
+    set_aside_parts = (
+        "input_scale",
+        "input_zero_point",
+        "q_scale",
+        "k_scale",
+        "v_scale",
+        "k_zero_point",
+        "v_zero_point",
+    )
 
-    kv_cache_scheme: Nothing = None
     transform_config: Nothing = None
     moe_sparsity_config: Nothing = None
     sparsity_config: _Sparsity | None = None
