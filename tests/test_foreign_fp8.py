@@ -232,12 +232,15 @@ def test_two_ranks_divide_blocks(tmp_path: Path) -> None:
         write_fp8(tmp_path / name, name, "blocks", **shape)
     inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     one, two = ([(tmp_path / name, config(size), inputs) for name in names] for size in (1, 2))
+    by_number = {"zinfer": {"device": "cpu", "parallel": {"expert": 2}}}
+    one.append(one[1])
+    two.append((tmp_path / "qwen3_moe", config(1) | {"tensor_parallel": {}} | by_number, inputs))
     alone = computed(0, one)
     several = run_ranks(2, computed, two)
-    check_alike(several, alone, list(names))
+    check_alike(several, alone, [*names, "qwen3_moe by experts"])
     for ranks in several:
         for at, found in enumerate(ranks):
-            assert found[2].loaded_bytes < 0.75 * alone[at][2].loaded_bytes, names[at]
+            assert found[2].loaded_bytes < 0.75 * alone[at][2].loaded_bytes, two[at]
 
 
 def test_scales_that_are_missing_or_have_no_weight_are_named(tmp_path: Path) -> None:
