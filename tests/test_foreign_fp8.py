@@ -16,7 +16,7 @@ from ragged_models import make_loud
 from ranks_support import run_ranks
 from safetensors.torch import load_file, save_file
 from test_tensor_parallel import IDS, check_alike, computed, config, error_of
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
 
 import zinfer
 from zinfer.errors import CheckpointError
@@ -206,6 +206,27 @@ def test_logits_are_those_of_the_values(family: str, layout: str, tmp_path: Path
             held = [each for each in engine.module.parameters() if isinstance(each, QuantizedParameter)]
             assert home != "none" or held
             assert error_of({"logits": engine(input_ids=ids, attention_mask=mask).logits}, wanted) <= 1e-5, home
+
+
+EVEN: Final[dict[str, dict[str, Any]]] = {
+    "llama": {"hidden_size": 64, "intermediate_size": 96},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
+    "minimax_m2": {"hidden_size": 64, "intermediate_size": 32},
+}
+"""Widths that blocks divide: transformers dequantizes no others (`Fp8Dequantize`)."""
+
+
+@pytest.mark.parametrize("layout", ["blocks", "wide blocks of powers of two"])
+@pytest.mark.parametrize("family", EVEN)
+def test_what_transformers_dequantizes_is_read(family: str, layout: str, tmp_path: Path) -> None:
+    write_fp8(tmp_path, family, layout, **EVEN[family])
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    with torch.no_grad():
+        wanted = {"logits": theirs.eval()(IDS).logits}
+    with engine_of(tmp_path, None, home="none") as engine:
+        assert error_of({"logits": engine(IDS).logits}, wanted) <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
