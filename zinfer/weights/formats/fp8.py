@@ -13,7 +13,7 @@ not read: both stay in full precision.
 
 from collections.abc import Collection, Mapping, Sequence
 from math import gcd, prod
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from pydantic import ConfigDict, Field, PositiveInt
@@ -154,6 +154,6 @@ class Fp8(_E4m3):
 class FbgemmFp8(_E4m3):
     """Weights with a scale for each row; the bound of activations' scales (``activation_scale_ub``) is not read."""
 
-    marks: ClassVar[Collection[str]] = ("weight_scale",)
+    marks = ("weight_scale",)
 
     activation_scale_ub: Any = None
