@@ -250,5 +250,5 @@ def test_a_file_that_shrinks_while_it_is_read(path: Path, monkeypatch: pytest.Mo
 
 def test_folders_and_pipes_are_not_opened(path: Path, tmp_path: Path) -> None:
     os.mkfifo(path)
-    assert "not a regular file: name the safetensors file itself" in refusal(path)
+    assert "not a regular file: name the file with the weights itself" in refusal(path)
     assert "not a regular file" in refusal(tmp_path)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from safetensors import safe_open
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.kernels.dequantize import dequantize_ref
@@ -59,10 +58,10 @@ def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixErro
 
 
 def _compare(name: str, weight: TensorEntry | JoinedTensor, stored: StoredMatrix, *, transposed: bool) -> MatrixError:
-    values = torch.cat([_read(piece).flatten() for piece in weight.pieces]).view(weight.shape)
+    values = torch.cat([piece.read().flatten() for piece in weight.pieces]).view(weight.shape)
     values = values.t() if transposed else values.reshape(stored.rows, stored.columns)
     parts = {part: piece for part, entry in stored.parts for piece in entry.pieces}
-    matrix = QuantizedMatrix(stored.format, stored.columns, **{part: _read(entry) for part, entry in parts.items()})
+    matrix = QuantizedMatrix(stored.format, stored.columns, **{part: entry.read() for part, entry in parts.items()})
     squares = torch.zeros(2, dtype=torch.float64)
     for begin in range(0, stored.rows, _SLICE_ROWS):
         rows = slice(begin, begin + _SLICE_ROWS)
@@ -78,9 +77,3 @@ def _compare(name: str, weight: TensorEntry | JoinedTensor, stored: StoredMatrix
         full_bytes=weight.nbytes,
         relative_error=float((squares[0] / squares[1]).sqrt()) if squares[1] else 0.0,
     )
-
-
-def _read(entry: TensorEntry) -> torch.Tensor:
-    with safe_open(entry.file, framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(entry.name)
-    return tensor

@@ -10,8 +10,10 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -129,7 +131,7 @@ TRUNCATED = "the file is cut short: download it again"
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor's place in a safetensors file: row-major, little-endian, `nbytes` bytes from `offset` of `file`."""
+    """One tensor's place in a file: row-major, little-endian, `nbytes` bytes from `offset` of `file`."""
 
     name: str
     dtype: torch.dtype
@@ -137,6 +139,20 @@ class TensorEntry:
     file: Path
     offset: int
     nbytes: int
+
+    def read(self) -> torch.Tensor:
+        """Read the values into host memory.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before them.
+        """
+        values = torch.empty(self.shape, dtype=self.dtype)
+        with opened(self.file) as (file, _):
+            file.seek(self.offset)
+            if file.readinto(values.reshape(-1).view(torch.uint8).numpy().data) < self.nbytes:
+                what = f"tensor {shorten(self.name)} at byte {self.offset} is not wholly in the file"
+                fail(self.file, what, TRUNCATED)
+        return values
 
     @property
     def pieces(self) -> tuple["TensorEntry", ...]:
@@ -185,7 +201,7 @@ class JoinedTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """A checked header. `tensors` are sorted by offset; `sha256` is of all bytes before the weights.
+    """The checked description of a file's tensors, sorted by offset; `sha256` is of that description.
 
     `identity` is the file's when the header was read.
     """
@@ -204,10 +220,7 @@ def read_header(path: Path) -> Header:
             the byte offset in the file and the remedy. It is chained to an `OSError`.
     """
     path = Path(path)
-    try:
-        raw, identity = _read_raw(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    raw, identity = _read_raw(path)
     try:
         members = parse_object(raw[LENGTH_BYTES:])
     except JsonFault as fault:
@@ -216,79 +229,98 @@ def read_header(path: Path) -> Header:
     metadata = members.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        _fail(path, "header entry '__metadata__' is not an object of texts")
+        fail(path, "header entry '__metadata__' is not an object of texts")
     entries = [_entry(path, len(raw), name, value) for name, value in members.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     _check_cover(path, entries, len(raw), identity.num_bytes)
     return Header(path, {entry.name: entry for entry in entries}, identity, hashlib.sha256(raw).hexdigest())
 
 
-def _fail(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
+def fail(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
+    """Raise the CheckpointError for a file."""
     raise CheckpointError(f"{path}: {what}: {remedy}")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BufferedReader, FileIdentity]]:
+    """Open a file of weights and yield it with its identity.
+
+    Raises:
+        CheckpointError: it cannot be read, within the context too, or is not a regular file.
+    """
+    try:
+        # Checked before opening: opening a named pipe would wait for a writer forever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            fail(path, "not a regular file", "name the file with the weights itself")
+        with path.open("rb") as file:
+            yield file, FileIdentity.from_stat(os.fstat(file.fileno()))
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def check_pointer(path: Path, beginning: bytes) -> None:
+    """Refuse a file that begins as a Git LFS pointer."""
+    if beginning.startswith(b"version "):
+        fail(path, "a Git LFS pointer, not the weights", "run `git lfs pull` in its folder")
 
 
 def _read_raw(path: Path) -> tuple[bytes, FileIdentity]:
     """Return the length prefix and header as bytes, and the file's identity."""
-    # Checked before opening: opening a named pipe would wait for a writer forever.
-    if not stat.S_ISREG(path.stat().st_mode):
-        _fail(path, "not a regular file", "name the safetensors file itself")
-    with path.open("rb") as file:
-        identity = FileIdentity.from_stat(os.fstat(file.fileno()))
+    with opened(path) as (file, identity):
         prefix = file.read(LENGTH_BYTES)
         if len(prefix) < LENGTH_BYTES:
             what = f"{len(prefix)} bytes long, a safetensors file begins with {LENGTH_BYTES} bytes of header length"
-            _fail(path, what, TRUNCATED)
-        if prefix == b"version ":
-            _fail(path, "a Git LFS pointer, not the weights", "run `git lfs pull` in its folder")
+            fail(path, what, TRUNCATED)
+        check_pointer(path, prefix)
         header_bytes = int.from_bytes(prefix, "little")
         where = f"header length at byte 0 is {header_bytes}"
         if header_bytes == 0:
-            _fail(path, where)
+            fail(path, where)
         if header_bytes > MAX_HEADER_BYTES:
-            _fail(path, f"{where}, more than the format's {MAX_HEADER_BYTES}")
+            fail(path, f"{where}, more than the format's {MAX_HEADER_BYTES}")
         missing_bytes = LENGTH_BYTES + header_bytes - identity.num_bytes
         if missing_bytes > 0:
             what = f"{where}, but the file has {identity.num_bytes} bytes: {missing_bytes} bytes are missing"
-            _fail(path, what, TRUNCATED)
+            fail(path, what, TRUNCATED)
         raw = prefix + file.read(header_bytes)
     if len(raw) < LENGTH_BYTES + header_bytes:
-        _fail(path, f"shrank to {len(raw)} bytes while its header was read", "wait for what writes it")
+        fail(path, f"shrank to {len(raw)} bytes while its header was read", "wait for what writes it")
     if raw[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
-        _fail(path, f"header at byte {LENGTH_BYTES} starts with {raw[LENGTH_BYTES:][:1]!r}, not with '{{'")
+        fail(path, f"header at byte {LENGTH_BYTES} starts with {raw[LENGTH_BYTES:][:1]!r}, not with '{{'")
     return raw, identity
 
 
 def _entry(path: Path, data_offset: int, name: str, value: Any) -> TensorEntry:
     """Return the checked entry, with its offset from the file's start instead of from `data_offset`."""
 
-    def fail(what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
-        _fail(path, f"tensor {shorten(name)}: {what}", remedy)
+    def refuse(what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
+        fail(path, f"tensor {shorten(name)}: {what}", remedy)
 
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        fail("its header entry is not an object of exactly dtype, shape and data_offsets")
+        refuse("its header entry is not an object of exactly dtype, shape and data_offsets")
     dtype_name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype_name, str):
-        fail("its dtype is not a text")
+        refuse("its dtype is not a text")
     if dtype_name in SUB_BYTE_DTYPES:
-        fail(f"dtype {dtype_name} packs elements below a byte", "use a checkpoint in another dtype")
+        refuse(f"dtype {dtype_name} packs elements below a byte", "use a checkpoint in another dtype")
     if dtype_name not in DTYPES:
-        fail(f"unknown dtype {shorten(dtype_name)}, known are {', '.join(DTYPES)}")
+        refuse(f"unknown dtype {shorten(dtype_name)}, known are {', '.join(DTYPES)}")
     # `type` and not `isinstance`: a `bool` is an `int`. The parser's `int` is never negative.
     are_naturals = all(isinstance(each, list) and all(type(n) is int for n in each) for each in (shape, offsets))
     if not are_naturals or len(offsets) != 2:
-        fail("shape and data_offsets (two of them) must be lists of non-negative integers")
+        refuse("shape and data_offsets (two of them) must be lists of non-negative integers")
     shown = str(shape) if len(shape) <= 12 else f"[{', '.join(map(str, shape[:12]))}, ... {len(shape)} dimensions]"
     num_elements = 1
     for dimension in shape:  # from the left, like the reference: an overflow is an error even if a zero follows
         num_elements *= dimension
         if num_elements > MAX_NATURAL or dimension > MAX_DIMENSION:
-            fail(f"shape {shown} overflows 64 bits")
+            refuse(f"shape {shown} overflows 64 bits")
     begin, end = data_offset + offsets[0], data_offset + offsets[1]
     if begin > end:
-        fail(f"begins at byte {begin} of the file and ends before, at byte {end}")
+        refuse(f"begins at byte {begin} of the file and ends before, at byte {end}")
     nbytes = num_elements * DTYPES[dtype_name].itemsize
     if end - begin != nbytes:
-        fail(
+        refuse(
             f"{dtype_name} of shape {shown} takes {nbytes} bytes, but its range from byte {begin} to {end} of the file "
             f"has {end - begin}"
         )
@@ -301,14 +333,14 @@ def _check_cover(path: Path, entries: list[TensorEntry], data_offset: int, file_
     for entry in entries:
         tensor = f"tensor {shorten(entry.name)}"
         if entry.offset < end:
-            _fail(path, f"{tensor}: begins at byte {entry.offset} and overlaps {before}, which ends at byte {end}")
+            fail(path, f"{tensor}: begins at byte {entry.offset} and overlaps {before}, which ends at byte {end}")
         if entry.offset > end:
             what = f"begins at byte {entry.offset}, {entry.offset - end} bytes after the end of {before} at byte {end}"
-            _fail(path, f"{tensor}: {what}: a hole in the file")
+            fail(path, f"{tensor}: {what}: a hole in the file")
         end, before = entry.offset + entry.nbytes, tensor
     if end > file_bytes:
         cut = next(entry for entry in entries if entry.offset + entry.nbytes > file_bytes)
         what = f"{end - file_bytes} bytes are missing at its end (byte {file_bytes} of {end})"
-        _fail(path, f"tensor {shorten(cut.name)} at byte {cut.offset} is not wholly in the file: {what}", TRUNCATED)
+        fail(path, f"tensor {shorten(cut.name)} at byte {cut.offset} is not wholly in the file: {what}", TRUNCATED)
     if end < file_bytes:
-        _fail(path, f"{file_bytes - end} bytes follow the last tensor, which ends at byte {end}")
+        fail(path, f"{file_bytes - end} bytes follow the last tensor, which ends at byte {end}")
