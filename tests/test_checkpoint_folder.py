@@ -190,7 +190,8 @@ def test_the_address_of_a_page_on_the_hub_is_the_name_that_it_holds(cache: Path)
         ("model.safetensors", "a file, not a model folder: pass the folder that holds config.json"),
         ("config.json", "a file, not a model folder"),
         ("model.Q4.gguf", "a file in another format: zinfer reads no GGUF: download the model that it was made from"),
-        ("pytorch_model.bin", "a file in another format"),
+        ("pytorch_model.bin", "a file, not a model folder: pass the folder that holds config.json"),
+        ("consolidated.00.pth", "a file in another format"),
     ],
 )
 def test_a_file(tmp_path: Path, file_name: str, what: str) -> None:
@@ -204,7 +205,8 @@ def test_a_file(tmp_path: Path, file_name: str, what: str) -> None:
     ("file_names", "what"),
     [
         ([], "an empty folder: pass the folder that holds config.json and *.safetensors"),
-        (["config.json", "pytorch_model.bin"], "no safetensors, only pytorch_model.bin: convert the model, with"),
+        (["config.json", "optimizer.bin"], "no safetensors, only optimizer.bin: convert the model, with"),
+        (["pytorch_model.bin"], "no config.json beside the weights: download it from where the weights came"),
         (["consolidated.00.pth", "params.json"], "no safetensors, only consolidated.00.pth: convert the model, with"),
         (["model.Q4.gguf"], "no safetensors, only model.Q4.gguf: zinfer reads no GGUF: download the model that it"),
         (["config.json", "tokenizer.json"], "a config.json but no *.safetensors: download the weights into it"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engines import loaded
 from loading_support import DISK, HOST, Tensors, batch, eager_logits, llama, refused, sharded
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import zinfer
@@ -73,12 +74,19 @@ def test_a_narrower_dtype(llama: Path, batch: Tensors) -> None:
         assert torch.equal(engine(**batch).logits, expected)
 
 
-def test_pickled_files_are_refused_with_the_remedy(llama: Path, tmp_path: Path) -> None:
-    torch.save({"lm_head.weight": torch.ones(1)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"list\.json names .*pytorch_model\.bin.*convert .*save_pretrained"):
+def test_files_of_torch_save(llama: Path, tmp_path: Path, batch: Tensors) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    for number in range(2):
+        torch.save(dict(list(tensors.items())[number::2]), tmp_path / f"part-{number}.pt")
+    with loaded(twin(llama), HOST, checkpoint=listing(["part-0.pt", "part-1.pt"]), base_dir=tmp_path) as engine:
+        assert torch.equal(engine(**batch).logits, eager_logits(llama, batch))
+
+
+def test_files_of_another_format_are_refused_with_the_remedy(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.h5").touch()
+    with pytest.raises(CheckpointError, match=r"list\.json names .*model\.h5.*convert .*save_pretrained"):
         refused(
-            twin(llama),
-            checkpoint=str(write(tmp_path / "list.json", listing(["pytorch_model.bin"], base_dir=str(tmp_path)))),
+            twin(llama), checkpoint=str(write(tmp_path / "list.json", listing(["model.h5"], base_dir=str(tmp_path))))
         )
 
 

@@ -14,7 +14,7 @@ from zinfer.model.known_models import find_known_model
 from zinfer.nvme.page_cache import end_reading_ahead, read_ahead
 from zinfer.probe.cgroups import free_host_bytes
 from zinfer.ranks.environment import own_local_rank
-from zinfer.weights.folder import SAFETENSORS_SUFFIX, hub_name, resolve_folder
+from zinfer.weights.folder import hub_name, resolve_folder, weight_files
 
 MODEL_PANEL: Final = "Model and machine"
 SAMPLING_PANEL: Final = "Sampling"
@@ -122,7 +122,7 @@ def begin_reading(folder: Path) -> None:
     memory at most: the rest of the weights is read into buffers, which take the place of what lies in the page cache.
     """
     if own_local_rank() == 0:
-        read_ahead(sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}")), free_host_bytes() // 4)
+        read_ahead(weight_files(folder), free_host_bytes() // 4)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from zinfer.jobs.rivals import RIVALS, Task, is_installed
 from zinfer.probe.cgroups import free_host_bytes
 from zinfer.units import human_bytes
 from zinfer.weights import Checkpoint, TensorEntry
-from zinfer.weights.folder import CONFIG_NAME, INDEX_SUFFIX
+from zinfer.weights.folder import CONFIG_NAME, SAFETENSORS_INDEX_SUFFIX
 
 LIMIT_S: Final = 3600.0
 MOST_ROWS: Final = {"cpu": 32, "cuda": 256}
@@ -164,7 +164,7 @@ def _write_shards(folder: Path, entries: Sequence[TensorEntry]) -> None:
             save_file(shard, folder / names[entry.name], metadata={"format": "pt"})
             shard, held, number = {}, 0, number + 1
     index = {"metadata": {}, "weight_map": names}
-    (folder / f"model{INDEX_SUFFIX}").write_text(json.dumps(index))
+    (folder / f"model{SAFETENSORS_INDEX_SUFFIX}").write_text(json.dumps(index))
 
 
 def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Final, TypeAlias
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -78,6 +78,7 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
             f"incomplete, or config.json describes another model{_said_of_index(checkpoint)}"
         )
     _refuse_spare(checkpoint, unplaced.values(), model)
+    found = _of_places(found)
     for name, weight in found.items():
         if isinstance(weight, StoredMatrix):
             _check_stored(name, weight, model)
@@ -91,8 +92,7 @@ def load_buffers(model: nn.Module, weights: Mapping[str, Weight], device: torch.
     for name, buffer in model.named_buffers():
         entry = weights.get(name)
         if isinstance(entry, TensorEntry):
-            with safe_open(entry.file, framework="pt") as file:
-                buffer.copy_(file.get_tensor(entry.name))
+            buffer.copy_(entry.read())
     moved = {buffer: buffer.to(device) for buffer in model.buffers()}  # a shared buffer stays shared
     for module in model.modules():
         for name, held in module._buffers.items():
@@ -142,6 +142,15 @@ def _share_tied(model: nn.Module, found: dict[str, Weight]) -> None:
             for absent, present in ((target, source), (source, target)):
                 if absent not in found and present in found:
                     found[absent] = found[present]
+
+
+def _of_places(found: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Give parameters stored in one place one entry: `torch.save` keeps the tensors of a tie under both names."""
+    first: dict[TensorEntry, TensorEntry] = {}
+    return {
+        name: first.setdefault(replace(weight, name=""), weight) if isinstance(weight, TensorEntry) else weight
+        for name, weight in found.items()
+    }
 
 
 def _other_names(model: nn.Module) -> Iterator[tuple[str, str]]:

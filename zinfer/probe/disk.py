@@ -260,8 +260,9 @@ def _open_to_write(file: Path) -> tuple[int, bool]:
 
 
 def _largest_weights(folder: Path, least_bytes: int) -> Path | None:
-    """Return the largest safetensors file of a folder, or None if none has ``least_bytes``."""
-    sizes = {path: path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file()}
+    """Return the largest file of a folder with weights, or None if none has ``least_bytes``."""
+    files = (path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern))
+    sizes = {path: path.stat().st_size for path in files if path.is_file()}
     return max((path for path in sizes if sizes[path] >= least_bytes), key=sizes.__getitem__, default=None)
 
 

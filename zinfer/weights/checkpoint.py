@@ -1,9 +1,9 @@
-"""A model's checkpoint as one set of named tensors, gathered from its safetensors headers; it reads no weights.
+"""A model's checkpoint as one set of named tensors, gathered from its files' headers; it reads no weights.
 
 Which files count follows transformers' `_get_resolved_checkpoint_files`: the one that config.json names in
-`transformers_weights`, else model.safetensors, else model.safetensors.index.json. Unlike transformers, a folder with
-neither is the union of its model*.safetensors, or of all *.safetensors unless that would mix models. Adapters are not
-models.
+`transformers_weights`, else model.safetensors, else model.safetensors.index.json, else pytorch_model.bin or its index.
+Unlike transformers, a folder with none of them is the union of its model*.safetensors, or of all *.safetensors unless
+that would mix models, or else of its pytorch_model*.bin. Adapters are not models.
 
 config.json and generation_config.json are checked before transformers reads them: keys that would download code or
 weights, build for minutes, or silently change the generated tokens are refused. Fingerprints take milliseconds, since
@@ -22,8 +22,13 @@ from typing import Any, Final, NamedTuple
 from zinfer.errors import CheckpointError
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.weights.folder import (
+    ADAPTER_PREFIX,
     CONFIG_NAME,
     INDEX_SUFFIX,
+    PICKLED_PREFIX,
+    PICKLED_SUFFIX,
+    PICKLED_SUFFIXES,
+    SAFETENSORS_INDEX_SUFFIX,
     SAFETENSORS_SUFFIX,
     absolute,
     check_file_name,
@@ -32,8 +37,10 @@ from zinfer.weights.folder import (
     resolve_folder,
     shorten,
     unreadable,
+    weight_files,
 )
 from zinfer.weights.header import Header, TensorEntry, parse_file, read_header
+from zinfer.weights.pickled import read_pickled
 
 TOKEN_KEYS: Final = ("eos_token_id", "bos_token_id", "pad_token_id")
 _LAYERS: Final = re.compile(r"(num_|n_|encoder_|decoder_|num_hidden_|num_encoder_|num_decoder_)layers?", re.ASCII)
@@ -182,9 +189,10 @@ def tokenizer_hash(folder: Path) -> str:
 
 
 SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model" + INDEX_SUFFIX
+INDEX_NAME = "model" + SAFETENSORS_INDEX_SUFFIX
+PICKLED_NAME = PICKLED_PREFIX + PICKLED_SUFFIX
 EXPLICIT_KEY = "transformers_weights"
-NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<total>\d+)\.safetensors", re.ASCII)
+NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<total>\d+)\.(safetensors|bin)", re.ASCII)
 MAX_TOTAL = 100_000
 
 
@@ -232,12 +240,12 @@ class Checkpoint:
 
     @classmethod
     def of_weights(cls, folder: Path) -> "Checkpoint":
-        """As `open`; without a config.json, all of the folder's safetensors together are the model.
+        """As `open`; without a config.json, all of the folder's files with weights together are the model.
 
         Raises:
             CheckpointError: as `open` and `listed`.
         """
-        files = sorted(absolute(folder).glob(f"*{SAFETENSORS_SUFFIX}"))
+        files = weight_files(absolute(folder))
         if not files or (absolute(folder) / CONFIG_NAME).exists():
             return cls.open(folder)
         return cls.listed(files, f"checkpoint {folder}")
@@ -247,7 +255,7 @@ class Checkpoint:
         """Read the headers of these files, which together are a model.
 
         Args:
-            files: safetensors files, or one folder as for `open`.
+            files: files of safetensors or `torch.save`, or one folder as for `open`.
             label: the name of the list in messages.
 
         Raises:
@@ -282,13 +290,20 @@ class _Found(NamedTuple):
 
 
 def _gathered(folder: Path, config: bytes) -> _Found:
-    defaults = (path for path in (folder / SINGLE_NAME, folder / INDEX_NAME) if path.is_file())
-    weights = _explicit_file(folder, config) or next(defaults, None)
+    weights = _explicit_file(folder, config) or _default_file(folder)
     if weights is None:
         return _union(_loose_files(folder))
     if weights.name.endswith(INDEX_SUFFIX):
         return _indexed(folder, weights)
     return _union([weights])
+
+
+def _default_file(folder: Path) -> Path | None:
+    """Return the file or index that transformers looks for by name, those of safetensors first."""
+    names = [SINGLE_NAME, INDEX_NAME]
+    if not any(path.name.endswith(SAFETENSORS_SUFFIX) for path in weight_files(folder)):
+        names += [PICKLED_NAME, PICKLED_NAME + INDEX_SUFFIX]
+    return next((path for name in names if (path := folder / name).is_file()), None)
 
 
 def _explicit_file(folder: Path, config: bytes) -> Path | None:
@@ -297,7 +312,7 @@ def _explicit_file(folder: Path, config: bytes) -> Path | None:
     name = parse_file(path, config, "download it again", lenient=True).get(EXPLICIT_KEY)
     if name is None:
         return None
-    if not isinstance(name, str) or not name.endswith((".safetensors", INDEX_SUFFIX)):
+    if not isinstance(name, str) or not name.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_INDEX_SUFFIX)):
         raise CheckpointError(f"{path}: {EXPLICIT_KEY} is {name!r}, not a safetensors file or its index: correct it")
     check_file_name(name, f"{path}: {EXPLICIT_KEY}")
     if not (folder / name).is_file():
@@ -319,7 +334,7 @@ def _indexed(folder: Path, index: Path) -> _Found:
         raise CheckpointError(
             f"{index}: missing shard {listed(missing)} ({num_tensors} tensors are in it): download it into {folder}"
         )
-    headers = {name: read_header(path) for name, path in paths.items()}
+    headers = {name: _read(path) for name, path in paths.items()}
     tensors: dict[str, TensorEntry] = {}
     for name, header in headers.items():
         for tensor, entry in header.tensors.items():
@@ -343,8 +358,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def _read(path: Path) -> Header:
+    return read_pickled(path) if path.name.endswith(PICKLED_SUFFIXES) else read_header(path)
+
+
 def _union(files: list[Path]) -> _Found:
-    headers = [read_header(path) for path in files]
+    headers = [_read(path) for path in files]
     tensors: dict[str, TensorEntry] = {}
     for header in headers:
         for name, entry in header.tensors.items():
@@ -358,13 +377,13 @@ def _union(files: list[Path]) -> _Found:
 
 
 def _loose_files(folder: Path) -> list[Path]:
-    """Return the model*.safetensors if there are any, else all *.safetensors of one model, sorted by name.
+    """Return the model*.safetensors if there are any, else all other `weight_files` of one model, sorted by name.
 
     Raises:
         CheckpointError: only adapters, a gap in files numbered `-00001-of-00003`, or files of more than one model.
     """
-    names = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
-    models = [name for name in names if not name.startswith("adapter_")]
+    names = [path.name for path in weight_files(folder)]
+    models = [name for name in names if not name.startswith(ADAPTER_PREFIX)]
     if not models:
         what = f"only an adapter, {listed(names)}" if names else "its *.safetensors are links to files that are gone"
         remedy = "merge it into its base model and pass that folder" if names else "download the model again"

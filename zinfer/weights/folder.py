@@ -1,7 +1,8 @@
 """Finds the folder of a model: a path, a folder of the Hugging Face cache, or a hub name that is in that cache.
 
-It never downloads. The folder that it returns holds a config.json and safetensors files (or their index); anything else
-is refused, with a remedy. Imports no torch: commands refuse a misspelt name at once.
+It never downloads. The folder that it returns holds a config.json and safetensors files (or their index), or else those
+of `torch.save` that transformers wrote, pytorch_model*.bin; anything else is refused, with a remedy. Imports no torch:
+commands refuse a misspelt name at once.
 """
 
 import os
@@ -42,8 +43,14 @@ STORE_NAME = "zinfer_store.json"
 PARTS_NAME = "ds_inference_config.json"
 """The list of the parts of several ranks, which `save_mp_checkpoint_path` writes last."""
 SAFETENSORS_SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
-OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+INDEX_SUFFIX = ".index.json"
+SAFETENSORS_INDEX_SUFFIX = SAFETENSORS_SUFFIX + INDEX_SUFFIX
+ADAPTER_PREFIX = "adapter_"
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
+"""Of files of `torch.save`."""
+PICKLED_PREFIX, PICKLED_SUFFIX = "pytorch_model", ".bin"
+"""Of such files in a model's folder; others there hold the state of a training."""
+OTHER_WEIGHT_SUFFIXES = (*PICKLED_SUFFIXES, ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 CACHED_REPO_PREFIX = "models--"
 _GGUF = ".gguf"
 _CONVERT = "convert the model, with transformers' `from_pretrained(folder).save_pretrained(new_folder)`"
@@ -100,7 +107,7 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
         if path.is_dir():
             return _snapshot(path) if _is_cached_repo(path) else path
         if path.exists():
-            if path.name.endswith(OTHER_WEIGHT_SUFFIXES):
+            if path.name.endswith(OTHER_WEIGHT_SUFFIXES) and not _is_pickled(path.name):
                 remedy = _NO_GGUF if path.suffix == _GGUF else f"{_CONVERT}, and pass that folder"
                 raise CheckpointError(f"{path}: a file in another format: {remedy}")
             raise CheckpointError(f"{path}: a file, not a model folder: pass the folder that holds {CONFIG_NAME}")
@@ -130,13 +137,28 @@ def hub_name(model: str | os.PathLike[str]) -> str:
 
 def holds_config_alone(folder: Path) -> bool:
     """Whether a model's folder holds config.json and no weights."""
-    return (folder / CONFIG_NAME).is_file() and not any(
-        file.name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for file in folder.iterdir()
-    )
+    return (folder / CONFIG_NAME).is_file() and not any(_is_weights(file.name) for file in folder.iterdir())
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return a folder's files with weights, sorted: its *.safetensors, else pytorch_model*.bin, else adapters."""
+    stored = sorted(path for path in folder.glob(f"*{SAFETENSORS_SUFFIX}") if path.is_file())
+    models = [path for path in stored if not path.name.startswith(ADAPTER_PREFIX)]
+    pickled = sorted(path for path in folder.glob(f"{PICKLED_PREFIX}*{PICKLED_SUFFIX}") if path.is_file())
+    return models or pickled or stored
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_INDEX_SUFFIX)) or _is_pickled(name)
+
+
+def _is_pickled(name: str) -> bool:
+    """Whether a name is of a pickled file that transformers wrote, or of the index of several."""
+    return name.startswith(PICKLED_PREFIX) and name.removesuffix(INDEX_SUFFIX).endswith(PICKLED_SUFFIX)
 
 
 def check_weights_file(path: Path, label: str) -> None:
-    """Refuse a listed weights file that is missing or not a safetensors file.
+    """Refuse a listed weights file that is missing, or neither of safetensors nor of `torch.save`.
 
     Args:
         label: the name of the list in messages.
@@ -144,9 +166,9 @@ def check_weights_file(path: Path, label: str) -> None:
     Raises:
         CheckpointError: names the file and the remedy.
     """
-    if path.name.endswith(OTHER_WEIGHT_SUFFIXES):
-        raise CheckpointError(f"{label} names {path}, a file in another format: {_CONVERT}, and name those files")
-    if not path.name.endswith(SAFETENSORS_SUFFIX):
+    if not path.name.endswith((SAFETENSORS_SUFFIX, *PICKLED_SUFFIXES)):
+        if path.name.endswith(OTHER_WEIGHT_SUFFIXES):
+            raise CheckpointError(f"{label} names {path}, a file in another format: {_CONVERT}, and name those files")
         raise CheckpointError(f"{label} names {path}, which is no *{SAFETENSORS_SUFFIX}: name the files with weights")
     if not path.is_file():
         raise CheckpointError(f"{label} names {path}, which is not there: correct it, or state base_dir")
@@ -228,7 +250,7 @@ def _checked(folder: Path) -> Path:
             f"{folder}: a store that is not finished ({STORE_NAME} is there, {CONFIG_NAME} is not); run the same "
             "zinfer quantize command again, it resumes"
         )
-    if not any(name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for name in names):
+    if not any(_is_weights(name) for name in names):
         if others := [name for name in names if name.endswith(OTHER_WEIGHT_SUFFIXES)]:
             are_gguf = all(name.endswith(_GGUF) for name in others)
             what = f"no safetensors, only {listed(others)}: {_NO_GGUF if are_gguf else _CONVERT}"
