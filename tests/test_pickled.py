@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import tiny_checkpoint, tiny_mixtral
+from checkpoints import random_prompts, tiny_checkpoint, tiny_mixtral
 from engines import loaded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,6 +29,7 @@ from loading_support import DISK, Tensors, batch, check_logits, eager_logits, ll
 from safetensors.torch import load_file
 from torch import nn
 
+from zinfer import LLM
 from zinfer.errors import CheckpointError
 from zinfer.model.outline import read_outline
 from zinfer.weights import Checkpoint, Header
@@ -89,6 +90,15 @@ def test_experts_and_names_are_converted_as_those_of_safetensors(tmp_path: Path,
     tiny_mixtral().save_pretrained(tmp_path / "model")
     folder = pickled(tmp_path / "model", tmp_path / "pickled", files=2)
     check_logits(folder, eager_logits(tmp_path / "model", batch), batch, DISK)
+
+
+def test_continuous_batches(llama: Path, tmp_path: Path) -> None:
+    prompts = [{"prompt_token_ids": tokens} for tokens in random_prompts(3)]
+    tokens = []
+    for folder in (llama, pickled(llama, tmp_path / "pickled", files=2)):
+        with LLM(folder, device="cpu", kv_cache_memory="2MB") as llm:
+            tokens.append([each.token_ids for each in llm.generate(prompts, max_new_tokens=6)])
+    assert tokens[0] == tokens[1]
 
 
 def test_which_files_count(llama: Path, tmp_path: Path) -> None:
@@ -206,7 +216,7 @@ def test_what_a_file_asks_for_is_named_and_not_run(
         torch.save(data, tmp_path / PICKLED, pickle_protocol=protocol)
         message = refusal(tmp_path / PICKLED)
         assert re.search(
-            rf"byte \d+: its pickle (asks for {name}|has the instruction \w+): nothing of it was run", message
+            rf"byte \d+: its pickle (asks for '{name}'|has the instruction \w+): nothing of it was run", message
         )
     assert not written.exists()
 
@@ -217,8 +227,8 @@ GLOBAL = b"ctorch._utils\n_rebuild_tensor_v2\n"
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        (b"\x80\x02cos\nsystem\n(X\x02\x00\x00\x00lstR.", "asks for os.system"),
-        (b"\x80\x02(cos\nsystem\nX\x02\x00\x00\x00lso.", "asks for os.system"),
+        (b"\x80\x02cos\nsystem\n(X\x02\x00\x00\x00lstR.", "asks for 'os.system'"),
+        (b"\x80\x02(cos\nsystem\nX\x02\x00\x00\x00lso.", "asks for 'os.system'"),
         (b"\x80\x02(X\x02\x00\x00\x00lsios\nsystem\n.", "has the instruction INST"),
         (b"\x80\x02" + GLOBAL + b")\x81.", "has the instruction NEWOBJ"),
         (b"\x80\x02" + GLOBAL + b"}(X\x01\x00\x00\x00aK\x01ub.", "sets attributes of a global"),
@@ -226,7 +236,7 @@ GLOBAL = b"ctorch._utils\n_rebuild_tensor_v2\n"
         (b"\x80\x02ccollections\nOrderedDict\n]\x85R.", "calls collections.OrderedDict with 1 arguments"),
         (b"\x80\x02ctorch\nFloatStorage\nK\x01\x85R.", "calls torch.FloatStorage with 1 arguments"),
         (b"\x80\x02X\x01\x00\x00\x00a)R.", "calls a str with 0 arguments"),
-        (b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93.", "asks for os.system"),
+        (b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93.", "asks for 'os.system'"),
         (b"\x80\x02\x82\x01.", "has the instruction EXT1"),
         (b"\x80\x02}K\x07.", "holds a int, no dict of tensors"),
         (b"\x80\x02}(K\x01K\x02u.", "holds '1' (a int), and not one dict of tensors under state_dict"),
@@ -281,6 +291,7 @@ def described(*, key: str = "0", numel: int = 6, rest: tuple[object, ...] = (0, 
         ({"rest": (0, (2, -3), (3, 1), False, ())}, "no natural numbers of 64 bits"),
         ({"rest": (True, (2, 3), (3, 1), False, ())}, "no natural numbers of 64 bits"),
         ({"rest": (0, (2, 3), (3,), False, ())}, "its shape has 2 dimensions, its strides 1"),
+        ({"rest": (0, (1,) * 65, (1,) * 65, False, ())}, "its shape has 65 dimensions, its strides 65"),
         ({"rest": (0, [2, 3], (3, 1), False, ())}, "its description is malformed"),
         ({"rest": (0, (3, 2), (1, 3), False, ())}, r"transposed.* \(strides \[1, 3\] of shape \[3, 2\]\), and cannot"),
         ({"rest": (0, (2, 6), (0, 1), False, ())}, r"expanded .*\(strides \[0, 1\]"),
@@ -462,7 +473,7 @@ def test_damage_is_refused_or_changes_no_place(tmp_path: Path) -> None:
 
     check()
     assert ends["refused"] >= 100
-    assert ends["read"] >= 20
+    assert ends["read"] >= 5
 
 
 def test_a_damaged_pickle_with_a_true_checksum_stays_within_its_storages(tmp_path: Path) -> None:
@@ -492,4 +503,4 @@ def test_a_damaged_pickle_with_a_true_checksum_stays_within_its_storages(tmp_pat
     assert info.filename == "model/data.pkl"
     check()
     assert ends["refused"] >= 100
-    assert ends["read"] >= 10
+    assert ends["read"] >= 5

@@ -46,6 +46,7 @@ from zinfer.weights.header import (
 
 MAX_PICKLE_BYTES: Final = 8 << 20
 """Limit of the pickle, and of the archive's directory: about 60,000 tensors a file."""
+MAX_DIMENSIONS: Final = 64
 MAX_MARKS: Final = 100
 """Limit of nested MARK instructions, of which torch nests six."""
 WRAPPERS: Final = ("state_dict", "model_state_dict", "model", "module")
@@ -325,7 +326,7 @@ class _Machine:
         module, name = self._popped(2) if argument is None else argument.split(" ", 1)
         full = f"{module}.{name}" if type(module) is type(name) is str else "no text"
         if full not in _GLOBALS:
-            self._fail(f"its pickle asks for {shorten(full)[1:-1]}")
+            self._fail(f"its pickle asks for {shorten(full)}")
         self._stack.append(_Global(full))
 
     def _call(self) -> None:
@@ -472,7 +473,7 @@ class _Layout:
             dtype = _DTYPES[stated.name]
         if not all(type(n) is int and 0 <= n <= MAX_DIMENSION for n in (first, *shape, *strides)):
             raise ValueError("its offset, shape or strides are no natural numbers of 64 bits")
-        if len(shape) != len(strides):
+        if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
             raise ValueError(f"its shape has {len(shape)} dimensions, its strides {len(strides)}")
         numel, is_row_major = 1, not any(more)  # what follows states that values are negated or conjugated
         for dimension, stride in zip(reversed(shape), reversed(strides), strict=True):
