@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from loading_support import DISK, Tensors, batch, check_logits, eager_logits, llama
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from zinfer import LLM
 from zinfer.errors import CheckpointError
@@ -118,6 +119,28 @@ def test_which_files_count(llama: Path, tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(CheckpointError, match=r"no safetensors, only training_args\.bin"):
         Checkpoint.open(folder)
+
+
+def test_a_file_of_model_states_as_deepspeed_saves_it(llama: Path, tmp_path: Path, batch: Tensors) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    states = {
+        "module": OrderedDict(tensors),
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [OrderedDict((name, tensor.shape) for name, tensor in tensors.items())],
+        "sparse_tensor_module_names": set(),
+        "shared_params": {},
+        "global_steps": 7,
+        "mp_world_size": 1,
+        "ds_config": {"zero_optimization": {"stage": 1}},
+        "ds_version": "0.18.0",
+    }
+    torch.save(states, tmp_path / "mp_rank_00_model_states.pt")
+    listed = {"type": "ds_model", "checkpoints": ["mp_rank_00_model_states.pt"], "version": 1.0}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llama))
+    with loaded(model, DISK, checkpoint=listed, base_dir=tmp_path) as engine:
+        assert torch.equal(engine(**batch).logits, eager_logits(llama, batch))
 
 
 @st.composite

@@ -69,7 +69,9 @@ _DTYPES: Final = {str(dtype): dtype for dtype in DTYPES.values()}
 _TENSORS: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _PARAMETERS: Final = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _ORDERED_DICT: Final = "collections.OrderedDict"
-_GLOBALS: Final = frozenset((*_STORAGES, *_DTYPES, *_TENSORS, *_PARAMETERS, _ORDERED_DICT))
+_COLLECTIONS: Final = ("torch.Size", "builtins.set", "__builtin__.set")
+"""What DeepSpeed saves beside a module's tensors."""
+_GLOBALS: Final = frozenset((*_STORAGES, *_DTYPES, *_TENSORS, *_PARAMETERS, _ORDERED_DICT, *_COLLECTIONS))
 _NO_CODE: Final = (
     "nothing of it was run, and tensors need none of this: take the model in safetensors, or a file that holds its "
     "tensors alone"
@@ -336,6 +338,8 @@ class _Machine:
             raise ValueError("REDUCE takes a tuple")
         if called == _ORDERED_DICT and not arguments:
             self._stack.append({})
+        elif called in _COLLECTIONS:
+            self._stack.append(arguments)
         elif called in _TENSORS:
             self._stack.append(_Tensor(called, arguments))
         elif called in _PARAMETERS and arguments and isinstance(arguments[0], _Tensor):
