@@ -12,7 +12,7 @@ from zinfer.config import resolve_settings
 from zinfer.errors import PlanError
 from zinfer.model.outline import Outline, read_outline
 from zinfer.offload.block import Tier
-from zinfer.planning.kv_budget import BatchingBudget, find_budget
+from zinfer.planning.kv_budget import BatchingBudget, WeightSizes, find_budget
 from zinfer.planning.memory import beside_request
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.planning.presets import PRESETS, Machine
@@ -23,9 +23,8 @@ def placed(outline: Outline, preset: str | Machine, **config: Any) -> tuple[Batc
     """What an `LLM` would make of a machine: its sizes, the homes beside them, and the device's free bytes."""
     machine, settings = PRESETS[preset] if isinstance(preset, str) else preset, resolve_settings(config)
     free_bytes = machine.device_memory_bytes
-    budget = find_budget(
-        outline.spec, outline.dtype, outline.blocks, settings, machine.limits, free_bytes, outline.max_positions
-    )
+    weights, most = WeightSizes.of(outline.blocks), outline.max_positions
+    budget = find_budget(outline.spec, outline.dtype, weights, settings, machine.limits, free_bytes, most)
     blocks = [block.block for block in outline.blocks]
     taken = budget.footprint
     taken = replace(taken, activation_bytes=taken.activation_bytes + most_dequantized_bytes(blocks))

@@ -11,7 +11,7 @@ from zinfer.config import resolve_settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
-from zinfer.planning.placement import Plan, make_plan
+from zinfer.planning.placement import Placer, Plan, make_plan
 from zinfer.probe.limits import MachineLimits
 
 _MOST_SLOTS = 5
@@ -25,13 +25,20 @@ class Model:
         self._blocks, self._layers = [block.block for block in outline.blocks], outline.layers
 
     def planned(self, size: int, share: float, **config: object) -> Plan:
-        total_bytes = sum(block.nbytes for block in self._blocks)
-        limits = MachineLimits(GPU, int(share * total_bytes), 2 * total_bytes, 2 * total_bytes)
+        limits = self.limits(share, 2, 2)
         try:
             return make_plan(self._blocks, self._layers, limits, resolve_settings(config), Partition(0, size))
         except PlanError:
             assume(False)
             raise
+
+    def limits(self, *shares: float) -> MachineLimits:
+        """Budgets of the device, the host and what may be pinned of it, as shares of the weights."""
+        total_bytes = sum(block.nbytes for block in self._blocks)
+        return MachineLimits(GPU, *(int(share * total_bytes) for share in shares))
+
+    def placer(self, size: int) -> Placer:
+        return Placer(self._blocks, self._layers, resolve_settings({}), Partition(0, size))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +68,27 @@ def test_a_streaming_block_has_a_slot_while_the_one_before_is_used(model: Model,
         deeper = model.planned(size, share, zinfer={"num_slots": plan.num_slots + 1})
         assert plan.num_slots >= 2 + usual_run(deeper)
     assert plan.num_slots <= 2 + max(runs(plan))
+
+
+@given(
+    size=st.sampled_from([1, 1, 2]),
+    shares=st.lists(st.tuples(*[st.sampled_from([0.02, 0.1, 0.4, 0.7, 1.01, 1.2])] * 3), min_size=2, max_size=8),
+)
+def test_placed_again_in_other_budgets_it_is_placed_as_anew(
+    model: Model, size: int, shares: list[tuple[float, float, float]]
+) -> None:
+    """What is kept from one budget to the next, for a search for sizes, changes no plan and no error."""
+    placer, anew = model.placer(size), model.placer
+    for each in shares:
+        limits = model.limits(*each)
+        assert outcome(placer, limits) == outcome(anew(size), limits)
+
+
+def outcome(placer: Placer, limits: MachineLimits) -> Plan | str:
+    try:
+        return placer.place(limits)
+    except PlanError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("stated", [2, 4])

@@ -14,7 +14,7 @@ from zinfer.planning import simulation
 from zinfer.planning.job_estimator import JobEstimator, PassTimes
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.memory import Footprint
-from zinfer.planning.simulation import Simulations, in_step, simulate
+from zinfer.planning.simulation import PassRun, Simulations, in_step, passes_of, simulate, simulate_runs
 from zinfer.planning.step_time import PassTime
 from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.schedule import PassSize
@@ -79,7 +79,7 @@ def test_counted_preemption_is_about_that_of_the_scheduler() -> None:
     for seed in range(200):
         prompts, counts, budget, order = random_job(seed)
         exact = simulate(prompts, counts, budget, order=order)
-        counted = simulate(prompts, counts, budget, order=order, is_exact=False)
+        counted = passes_of(simulate_runs(prompts, counts, budget, order=order, is_exact=False))
         num_different += counted != exact
         assert sum(size.num_samples for size in counted) == sum(counts), seed
         assert len(counted) == pytest.approx(len(exact), rel=0.05), seed
@@ -123,6 +123,30 @@ def test_seconds_are_the_sum_of_the_passes() -> None:
     assert (found.num_passes, found.tokens_per_pass, found.bottleneck) == (3, 40.0, "link")
     assert found.tokens_per_s == 24 / 9
     assert str(found) == "9 s for 3 passes of 40 tokens (link), 2.7 tokens/s"
+
+
+@pytest.mark.parametrize("is_hosted", [False, True])
+@pytest.mark.parametrize("replayed", [None, [64, 128]])
+def test_a_run_of_passes_takes_as_long_as_its_passes(*, is_hosted: bool, replayed: list[int] | None) -> None:
+    """Also where another resource is the slowest from some pass on, and where pages in host memory are all copied."""
+
+    def pass_time(
+        num_tokens: int, num_rows: int, *, cache_bytes: int, hosted_bytes: int, is_replayed: bool, **sizes: int
+    ) -> PassTime:
+        launch_s = 1.0 if is_replayed else 8.0
+        return PassTime(num_tokens, 0.0, hosted_bytes / 900, 0.0, num_tokens / 20, cache_bytes / 700, launch_s=launch_s)
+
+    kv = Footprint(3, 0, 0, host_bytes=100 if is_hosted else 0)
+    budget = BatchingBudget(4096, 512, 64, 40, 16, torch.float16, "arrival", lends=True, footprint=kv)
+    estimator = JobEstimator(budget, None, 8, pass_time, replayed=replayed)
+    runs = [PassRun(PassSize(90, 3, 150)), PassRun(PassSize(3, 3, 150), 200), PassRun(PassSize(2, 2, 500), 61)]
+    found, expected = estimator.of_runs(runs), estimator.of_passes(passes_of(runs))
+    assert found.seconds == pytest.approx(expected.seconds)
+    assert found.busy_s == pytest.approx(expected.busy_s)
+    assert replace(found, seconds=0, tokens_per_s=0, busy_s={}) == replace(
+        expected, seconds=0, tokens_per_s=0, busy_s={}
+    )
+    assert estimator.seconds_of(runs) == pytest.approx(expected.seconds)
 
 
 def test_passes_of_a_form_are_replayed_once_they_recur() -> None:
@@ -210,22 +234,22 @@ def test_a_pass_in_step_is_as_large_as_the_largest_of_all_ranks() -> None:
 def test_what_is_kept_is_what_would_be_simulated_anew(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     draw, num_anew, num_preempted = random.Random(5), 0, 0
 
-    def counting(*args: object, **options: bool) -> list[PassSize]:
+    def counting(*args: object, **options: bool) -> list[PassRun]:
         nonlocal num_anew
         num_anew += 1
-        return simulate(*args, **options)  # type: ignore[arg-type]
+        return simulate_runs(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(simulation, "simulate", counting)
+    monkeypatch.setattr(simulation, "simulate_runs", counting)
     for _ in range(10):
         budget, lengths = budget_of(draw), lengths_of(draw)
         kept = Simulations(*lengths, window)
         for limit in LIMITS:
             limited = replace(budget, tokens_per_pass=limit)
             wanted = with_names(*lengths, limited, window)
-            assert kept.under(limited).together == wanted
+            assert passes_of(kept.under(limited).together) == wanted
             num_tokens = sum(lengths[0]) + sum(lengths[1]) - len(lengths[0])
             num_preempted += sum(size.num_tokens for size in wanted) > num_tokens
         larger = replace(limited, num_pages=1000)
-        assert kept.under(larger).together == with_names(*lengths, larger, window)
+        assert passes_of(kept.under(larger).together) == with_names(*lengths, larger, window)
     assert 0 < num_anew < 10 * len(LIMITS) * 0.9
     assert num_preempted > 0, "texts that are computed again"

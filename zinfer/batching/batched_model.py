@@ -37,7 +37,7 @@ from zinfer.model.spec import ModelSpec, common_window, count_experts
 from zinfer.offload.stats import RunStats
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.job_estimator import JobEstimator, JobPrediction, PassTimes
-from zinfer.planning.kv_budget import BatchingBudget, find_budget
+from zinfer.planning.kv_budget import BatchingBudget, WeightSizes, find_budget
 from zinfer.planning.latency import ServingLatency, describe_unreachable, predict_latency
 from zinfer.planning.memory import Footprint
 from zinfer.planning.pass_sizes import short_pass_tokens
@@ -93,9 +93,8 @@ class BatchedModel:
         ) -> Footprint:
             nonlocal budget
             most = read_limits(module, settings.max_out_tokens).most_tokens
-            budget = find_budget(
-                ModelSpec.read(module.config), module.dtype, blocks, settings, limits, free_bytes, most, num_pages
-            )
+            spec, weights = ModelSpec.read(module.config), WeightSizes.of(blocks)
+            budget = find_budget(spec, module.dtype, weights, settings, limits, free_bytes, most, num_pages)
             return budget.footprint
 
         def loading(parts: DeviceParts) -> AbstractContextManager[object]:

@@ -37,20 +37,72 @@ class HostSide:
 
 
 @dataclass(frozen=True)
+class HostSizes:
+    """Sizes of blocks and of staging rings in host memory, whatever the budgets.
+
+    Args:
+        blocks: all blocks: while homes are filled, all of them pass through the ring.
+        partition: the ranks that share the blocks; each has its range of every one.
+    """
+
+    blocks: Sequence[Block]
+    settings: Settings
+    partition: Partition = WHOLE
+
+    def rings(self) -> Iterator[tuple[int, int]]:
+        """Yield candidate rings: the one hinted at in the settings, then the usual ones."""
+        numel = self.settings.offload.buffer_size
+        if numel is not None and self.blocks:
+            itemsize = max(tensor.dtype.itemsize for block in self.blocks for tensor in block.layout.tensors)
+            slot_bytes = max(_LEAST_STAGING_BYTES, align_up(numel * itemsize))
+            yield slot_bytes, max(2, min(_RINGS[0][1], _RINGS[0][0] * _RINGS[0][1] // slot_bytes))
+        yield from _RINGS
+
+    def sized(self, ring: tuple[int, int], largest: int) -> tuple[int, int]:
+        """Return bytes and number of staging slots for transfers of at most ``largest`` bytes."""
+        if not largest:
+            return 0, 0
+        slot_bytes, num_slots = ring
+        return max(_LEAST_STAGING_BYTES, min(slot_bytes, largest)), self.settings.offload.buffer_count or num_slots
+
+    @cached_property
+    def max_ring_bytes(self) -> int:
+        """Maximum bytes of staging slots, whichever blocks stream."""
+        largest = max([self.largest_read, *self.slab_bytes], default=0)
+        return max(slot_bytes * num for slot_bytes, num in (self.sized(ring, largest) for ring in self.rings()))
+
+    @cached_property
+    def largest_read(self) -> int:
+        """Bytes of the aligned reads of the block with the most; among ranks, of the largest range's."""
+        if self.partition.size == 1:
+            return max((block.covered_bytes for block in self.blocks), default=0)
+        reads = (map(covered_bytes, self.partition.all_reads(block)) for block in self.blocks)
+        return max(map(max, reads), default=0)
+
+    @cached_property
+    def slab_bytes(self) -> list[int]:
+        """Bytes of each block's slab, or one range of it, in host memory, rounded up to pages."""
+        return [align_up(self.partition.range_bytes(block.nbytes)) for block in self.blocks]
+
+
+@dataclass(frozen=True)
 class HostPlanner:
     """Places as many streamed blocks in host memory as fit, and spreads the others, on disk, evenly among them.
 
     Args:
         streamed: the blocks that are not resident, in the model's order.
-        blocks: all blocks: while homes are filled, all of them pass through the ring.
-        partition: the ranks that share the blocks; each has its range of every one.
+        sizes: of all blocks.
+        limits: the budgets.
     """
 
     streamed: Sequence[Block]
-    blocks: Sequence[Block]
+    sizes: HostSizes
     limits: MachineLimits
-    settings: Settings
-    partition: Partition = WHOLE
+
+    @property
+    def settings(self) -> Settings:
+        """Those of the sizes."""
+        return self.sizes.settings
 
     def choose(self) -> HostSide:
         """Return the best placement within the budgets.
@@ -59,32 +111,21 @@ class HostPlanner:
             PlanError: a budget is too small, or the settings allow no home for weights that are in no file.
         """
         self._check_offload()
-        sides: list[HostSide] = []
-        for ring in self._rings():
+        share = min(self.limits.host_bytes, self.limits.pinned_bytes) // _STAGING_SHARE
+        modest, last = None, None
+        for ring in self.sizes.rings():
             if (side := self._best_side(ring)) is None:
                 continue
             if len(side.hosted) == len(self.streamed):
                 return side
-            sides.append(side)
-        if not sides:
+            if modest is None and side.num_staging * side.staging_bytes <= share:
+                modest = side
+            last = side
+            if modest is not None and self._most_hosted < len(self.streamed):
+                break  # with no ring all of them fit
+        if last is None:
             raise self._too_little_host_memory()
-        share = min(self.limits.host_bytes, self.limits.pinned_bytes) // _STAGING_SHARE
-        modest = [side for side in sides if side.num_staging * side.staging_bytes <= share]
-        return [*modest, sides[-1]][0]
-
-    def most_ring_bytes(self) -> int:
-        """Return the maximum bytes of staging slots, whichever blocks stream."""
-        largest = max([*self._read_bytes, *self._slab_bytes], default=0)
-        return max(slot_bytes * num for slot_bytes, num in (self._sized(ring, largest) for ring in self._rings()))
-
-    def _rings(self) -> Iterator[tuple[int, int]]:
-        """Yield candidate rings: the one hinted at in the settings, then the usual ones."""
-        numel = self.settings.offload.buffer_size
-        if numel is not None and self.blocks:
-            itemsize = max(tensor.dtype.itemsize for block in self.blocks for tensor in block.layout.tensors)
-            slot_bytes = max(_LEAST_STAGING_BYTES, align_up(numel * itemsize))
-            yield slot_bytes, max(2, min(_RINGS[0][1], _RINGS[0][0] * _RINGS[0][1] // slot_bytes))
-        yield from _RINGS
+        return modest or last
 
     @cached_property
     def _in_memory(self) -> list[Block]:
@@ -98,20 +139,19 @@ class HostPlanner:
         most_numel = self.settings.offload.max_in_cpu
         for count in range(min(most, self._most_hosted), least - 1, -1):
             side = self._host_side(self._hosted(count), ring)
-            numel = sum(self.blocks[index].layout.numel for index in side.hosted)
-            if (
-                side.host_bytes <= self.limits.host_bytes
-                and side.pinned_bytes <= self.limits.pinned_bytes
-                and (most_numel is None or numel <= most_numel)
-            ):
+            fits = side.host_bytes <= self.limits.host_bytes and side.pinned_bytes <= self.limits.pinned_bytes
+            if fits and (most_numel is None or self._numel(side.hosted) <= most_numel):
                 return side
         return None
+
+    def _numel(self, hosted: frozenset[int]) -> int:
+        return sum(self.sizes.blocks[index].layout.numel for index in hosted)
 
     @cached_property
     def _most_hosted(self) -> int:
         """More streamed blocks than this do not fit the host memory, not even the smallest ones without a ring."""
-        given_bytes = self.limits.host_bytes - sum(self._slab_bytes[block.index] for block in self._in_memory)
-        free_bytes = sorted(self._slab_bytes[block.index] for block in self.streamed if block.extents)
+        given_bytes = self.limits.host_bytes - sum(self.sizes.slab_bytes[block.index] for block in self._in_memory)
+        free_bytes = sorted(self.sizes.slab_bytes[block.index] for block in self.streamed if block.extents)
         return len(self._in_memory) + bisect_right(list(accumulate(free_bytes)), given_bytes)
 
     def _too_little_host_memory(self) -> PlanError:
@@ -171,11 +211,11 @@ class HostPlanner:
 
     def _host_side(self, hosted: frozenset[int], ring: tuple[int, int]) -> HostSide:
         wants_pinned = self.limits.on_cuda and self.settings.offload.pin_memory
-        slab_bytes = [self._slab_bytes[index] for index in sorted(hosted)]
-        staged = [*self._read_bytes]  # filling the homes uses the ring too
+        slab_bytes = [self.sizes.slab_bytes[index] for index in sorted(hosted)]
+        largest = self.sizes.largest_read  # filling the homes uses the ring too
         if self.limits.on_cuda and not (wants_pinned and sum(slab_bytes) <= self.limits.pinned_bytes):
-            staged += slab_bytes
-        staging_bytes, num_staging = self._sized(ring, max(staged, default=0))
+            largest = max([largest, *slab_bytes])
+        staging_bytes, num_staging = self.sizes.sized(ring, largest)
         staging_total = num_staging * staging_bytes
         most_pinned = self.limits.pinned_bytes - staging_total if wants_pinned else -1
         num_pinned = sum(total <= most_pinned for total in accumulate(slab_bytes))
@@ -187,25 +227,6 @@ class HostPlanner:
             host_bytes=sum(slab_bytes) + staging_total,
             pinned_bytes=(staging_total if self.limits.on_cuda else 0) + sum(slab_bytes[:num_pinned]),
         )
-
-    def _sized(self, ring: tuple[int, int], largest: int) -> tuple[int, int]:
-        """Return bytes and number of staging slots for transfers of at most ``largest`` bytes."""
-        if not largest:
-            return 0, 0
-        slot_bytes, num_slots = ring
-        return max(_LEAST_STAGING_BYTES, min(slot_bytes, largest)), self.settings.offload.buffer_count or num_slots
-
-    @cached_property
-    def _read_bytes(self) -> list[int]:
-        """Bytes of the aligned reads of each block; among ranks, of the largest range's."""
-        if self.partition.size == 1:
-            return [block.covered_bytes for block in self.blocks]
-        return [max(map(covered_bytes, self.partition.all_reads(block))) for block in self.blocks]
-
-    @cached_property
-    def _slab_bytes(self) -> list[int]:
-        """Bytes of each block's slab, or one range of it, in host memory, rounded up to pages."""
-        return [align_up(self.partition.range_bytes(block.nbytes)) for block in self.blocks]
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:

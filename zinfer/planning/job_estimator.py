@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
@@ -11,7 +11,7 @@ from typing import Final
 from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.pass_sizes import FEWEST_REPLAYED_ROWS, PATIENCE, padded_rows, padded_segments
-from zinfer.planning.simulation import Simulations, simulate, simulated_ranks
+from zinfer.planning.simulation import PassRun, RankPasses, Simulations, simulate_runs, simulated_ranks
 from zinfer.planning.step_time import PassTime, resource_name, speed
 from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.pass_order import PassOrder
@@ -20,6 +20,7 @@ from zinfer.units import duration
 
 _TWO_SIZES: Final = (1024, 2048)
 """Tokens of two passes whose difference is matrix work alone."""
+_UNEVEN: Final = 1e-9  # share of a resource's work, by which it grows more or less within a run of passes
 _BACKGROUND_PASSES: Final = 8
 """A pass of the background alone has the tokens of so many usual ones; whoever comes meanwhile waits for it once."""
 
@@ -139,7 +140,7 @@ class JobEstimator:
             other = lengths, news
         simulations = Simulations(prompt_lens, each, self.window, other=other, num_ranks=self.num_ranks)
         passes = simulations.under(self.budget, self.order)
-        return self.of_passes(passes.together, passes.own)
+        return self.of_runs(passes.together, passes.own)
 
     def of_rest(self, prompt_lens: Sequence[int], new_tokens: Sequence[int], missing: Set[int]) -> JobPrediction:
         """Predict the passes in which missing prompts take part, beside others whose tokens are known.
@@ -151,47 +152,67 @@ class JobEstimator:
         Raises:
             PlanError: a sequence does not fit the cache even alone.
         """
-        found = self.of_passes(simulate(prompt_lens, new_tokens, self.budget, self.window, self.order, wanted=missing))
+        runs = simulate_runs(prompt_lens, new_tokens, self.budget, self.window, self.order, wanted=missing)
+        found = self.of_runs(runs)
         return replace(found, tokens_per_s=sum(new_tokens[number] for number in missing) / found.seconds)
 
-    def of_passes(self, sizes: Sequence[PassSize], own: Sequence[PassSize] | None = None) -> JobPrediction:
-        """Predict passes of these sizes.
+    def counting(self, passes: RankPasses) -> list[PassRun]:
+        """Return the passes whose time counts: those of all ranks, if they make them together."""
+        return passes.own if self.num_ranks == 1 else passes.together
+
+    def seconds_of(self, runs: Sequence[PassRun]) -> float:
+        """Return the seconds of runs of passes; as `of_runs`."""
+        clock = PassTimes(self)
+        return sum(count * each.seconds for run in runs for count, each in clock.of_run(run))
+
+    def of_passes(self, sizes: Sequence[PassSize]) -> JobPrediction:
+        """Predict passes of these sizes. Raises ConfigError if there are none."""
+        return self.of_runs([*map(PassRun, sizes)])
+
+    def of_runs(self, runs: Sequence[PassRun], own: Sequence[PassRun] | None = None) -> JobPrediction:
+        """Predict runs of passes.
 
         Args:
-            own: those of one rank, whose tokens count, if ``sizes`` are of ranks in step.
+            own: those of one rank, whose tokens count, if ``runs`` are of ranks in step.
 
         Raises:
             ConfigError: there are no passes.
         """
-        if not sizes:
+        if not runs:
             raise ConfigError("no pass was computed yet, so none can be predicted")
-        clock = PassTimes(self)
-        times = [clock.next(size) for size in sizes]
-        terms = [each.terms for each in times]
-        slowest = [max(each, key=each.__getitem__) for each in terms]
-        seconds = sum(each[name] for each, name in zip(terms, slowest, strict=True))
-        resources = max(terms, key=len)  # a pass whose layers all stay gathers nothing
-        own = sizes if own is None else own
-        num_tokens, num_new = sum(size.num_tokens for size in own), sum(size.num_samples for size in own)
+        clock, seconds, shares_host = PassTimes(self), 0.0, False
+        bottlenecks, busy_s = Counter[str](), dict[str, float]()
+        for run in runs:
+            for count, each in clock.of_run(run):
+                terms, shares_host = each.terms, each.shares_host
+                slowest = max(terms, key=terms.__getitem__)
+                seconds += count * terms[slowest]
+                bottlenecks[slowest] += count
+                for name, term_s in terms.items():
+                    busy_s[name] = busy_s.get(name, 0.0) + count * term_s
+        own, num_passes = runs if own is None else own, bottlenecks.total()
         return JobPrediction(
             seconds=seconds,
-            num_passes=len(sizes),
-            tokens_per_pass=num_tokens / len(sizes),
-            tokens_per_s=num_new / seconds,
-            bottleneck=resource_name(max(set(slowest), key=slowest.count), on_host=times[0].shares_host),
-            most_together=max(size.num_samples for size in own),
-            busy_s={name: sum(each.get(name, 0.0) for each in terms) for name in resources},
+            num_passes=num_passes,
+            tokens_per_pass=sum(run.num_passes * run.first.num_tokens for run in own) / num_passes,
+            tokens_per_s=sum(run.num_passes * run.first.num_samples for run in own) / seconds,
+            bottleneck=resource_name(max(bottlenecks, key=bottlenecks.__getitem__), on_host=shares_host),
+            most_together=max(run.first.num_samples for run in own),
+            busy_s=busy_s,
         )
 
     def _pass_seconds(self, num_tokens: int) -> float:
         return self.time_of(PassSize(num_tokens, 1, num_tokens)).seconds
 
+    @functools.cached_property
+    def _most_replayed(self) -> int:
+        return max([FEWEST_REPLAYED_ROWS, *(self.replayed or ())])
+
     def form_of(self, size: PassSize) -> Hashable:
         """Return what passes that one graph replays have in common; None: none does."""
         if self.replayed is None:
             return None
-        most = max([FEWEST_REPLAYED_ROWS, *self.replayed])
-        num_rows = padded_rows(size.num_samples)
+        most, num_rows = self._most_replayed, padded_rows(size.num_samples)
         if size.num_tokens == size.num_samples:
             return (num_rows, num_rows, False) if num_rows <= most else None
         num_tokens = next((each for each in self.replayed if size.num_tokens <= each), None)
@@ -264,4 +285,36 @@ class PassTimes:
         launched = self._estimator.time_of(size, is_replayed=False)
         if form is None or self._seen[form] <= PATIENCE:
             return launched
-        return replace(launched, launch_s=PATIENCE * launched.launch_s)
+        return launched._replace(launch_s=PATIENCE * launched.launch_s)
+
+    def of_run(self, run: PassRun) -> Iterator[tuple[int, PassTime]]:
+        """Predict the passes that follow those before: yield how many take so long, on average."""
+        if run.num_passes == 1:
+            yield 1, self.next(run.first)
+            return
+        form, num_single = self._estimator.form_of(run.first), 0
+        if form is not None:
+            num_single = min(max(PATIENCE + 1 - self._seen[form], 0), run.num_passes)
+        for place in range(num_single):
+            yield 1, self.next(run.at(place))
+        if num_left := run.num_passes - num_single:
+            self._seen[form] += num_left
+            yield from self._means(run.part(num_single, num_left), is_replayed=form is not None)
+
+    def _means(self, run: PassRun, *, is_replayed: bool) -> Iterator[tuple[int, PassTime]]:
+        """Yield the mean times of parts of a run: as long as each resource's work grows evenly, that of the middle."""
+        if run.num_passes % 2 == 0 or run.num_passes == 1:
+            yield 1, self._estimator.time_of(run.first, is_replayed=is_replayed)
+            run = run.part(1, run.num_passes - 1)
+        if not run.num_passes:
+            return
+        middle = run.num_passes // 2
+        first, mean, last = (
+            self._estimator.time_of(run.at(place), is_replayed=is_replayed) for place in (0, middle, run.num_passes - 1)
+        )
+        ends = zip(*((each.seconds, *each.terms.values()) for each in (first, mean, last)), strict=True)
+        if all(abs(begin + end - 2 * between) <= _UNEVEN * between for begin, between, end in ends):
+            yield run.num_passes, mean
+        else:
+            for begin, end in ((0, middle), (middle, run.num_passes)):
+                yield from self._means(run.part(begin, end - begin), is_replayed=is_replayed)

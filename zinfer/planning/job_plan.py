@@ -6,6 +6,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
@@ -17,7 +18,7 @@ from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.pass_sizes import REPLAYED_TOKENS, most_streamed_bytes, replayed_tokens
 from zinfer.planning.placement import Plan
 from zinfer.planning.plan import Case
-from zinfer.planning.simulation import Simulations, simulated_ranks
+from zinfer.planning.simulation import RankPasses, Simulations, simulated_ranks
 from zinfer.scheduling.page_allocator import check_pages
 from zinfer.scheduling.schedule import PassSize
 
@@ -154,7 +155,8 @@ class JobPlan:
         budget: memory for these sizes.
         plan: placement of the weights.
         job: the job, with the sample that was simulated.
-        simulated: prediction for the rows that share passes, `ROWS_TOGETHER` at most.
+        passes: of the sample.
+        repeats: how often they are repeated for the rows that share passes, `ROWS_TOGETHER` at most.
         seconds: time for all rows.
         simulations: cached simulations of these rows.
         estimator: of its passes.
@@ -165,7 +167,8 @@ class JobPlan:
     budget: BatchingBudget
     plan: Plan
     job: Job
-    simulated: JobPrediction
+    passes: RankPasses = field(repr=False)
+    repeats: float
     seconds: float
     simulations: Simulations = field(repr=False, compare=False)
     estimator: JobEstimator = field(repr=False, compare=False)
@@ -174,6 +177,11 @@ class JobPlan:
     def parts(self) -> DeviceParts:
         """What takes the device's memory."""
         return parts_beside(self.case, self.budget, self.plan)
+
+    @cached_property
+    def simulated(self) -> JobPrediction:
+        """Prediction for the rows that share passes; a search asks for that of few plans."""
+        return self.estimator.of_runs(self.estimator.counting(self.passes), self.passes.own).repeated(self.repeats)
 
     @property
     def predicted(self) -> JobPrediction:
@@ -210,8 +218,7 @@ class JobPlan:
 
 def parts_beside(case: Case, budget: BatchingBudget, plan: Plan) -> DeviceParts:
     """Return what takes the device's memory in continuous batching."""
-    footprint = budget.footprint.dequantizing(case.outline.plain_blocks)
-    return DeviceParts.of(plan, footprint, case.machine.limits, case.machine.usable_bytes)
+    return DeviceParts.of(plan, case.dequantizing(budget.footprint), case.machine.limits, case.machine.usable_bytes)
 
 
 @dataclass(frozen=True)
@@ -234,10 +241,10 @@ class SizedJob:
         """Place the weights beside the cache and the activations. Raises PlanError if they do not fit."""
         outline, machine, settings = case.outline, case.machine, replace(case.settings, batching=batching)
         free_bytes, most = machine.device_memory_bytes, sum(job.longest)
-        budget = find_budget(outline.spec, outline.dtype, outline.blocks, settings, machine.limits, free_bytes, most)
+        budget = find_budget(outline.spec, outline.dtype, case.weights, settings, machine.limits, free_bytes, most)
         if case.mesh.num_in_step > 1:  # as such ranks agree
             budget = replace(budget, num_sets=case.mesh.pipeline, lends=False)
-        plan = case.place(case.limits_beside(budget.footprint.dequantizing(outline.plain_blocks)))
+        plan = case.place(case.limits_beside(case.dequantizing(budget.footprint)))
         clock = case.clock(plan, is_fused=bool(settings.for_batches(on_cuda=machine.limits.on_cuda).kernel_inject))
         token_bytes = outline.spec.kv.token_bytes(budget.kv_dtype)
         if settings.offload.nvme_path is not None and clock.disk_spares_time(token_bytes):
@@ -279,12 +286,9 @@ class SizedJob:
         repeats = simulations.repeats(self.budget)
         most_passes = most_s / num_batches / repeats / self._least_pass_s
         passes = simulations.under(self.budget, estimator.order, most_passes)
-        sizes = passes.own if estimator.num_ranks == 1 else passes.together
-        simulated = estimator.of_passes(sizes, passes.own).repeated(repeats)
-        seconds = simulated.seconds * num_batches
-        return JobPlan(
-            self.case, self.batching, self.budget, self.plan, job, simulated, seconds, simulations, estimator
-        )
+        seconds = estimator.seconds_of(estimator.counting(passes)) * repeats * num_batches
+        case, batching, budget, plan = self.case, self.batching, self.budget, self.plan
+        return JobPlan(case, batching, budget, plan, job, passes, repeats, seconds, simulations, estimator)
 
 
 def _replayed_sizes(case: Case, settings: Settings, budget: BatchingBudget, plan: Plan) -> list[int] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zinfer.config import Settings
 from zinfer.config.settings import Batching
@@ -118,6 +118,35 @@ class BatchingBudget:
         )
 
 
+class WeightSizes(NamedTuple):
+    """Bytes of a model's weights.
+
+    nbytes: of all slabs.
+    layer_bytes: of the largest layer.
+    outer_bytes: outside the layers.
+    dequantized_bytes: of the largest quantized matrix in dequantized form.
+    converting_bytes: device memory of conversions while homes are filled.
+    """
+
+    nbytes: int
+    layer_bytes: int
+    outer_bytes: int
+    dequantized_bytes: int
+    converting_bytes: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[PlannedBlock]) -> WeightSizes:
+        """Return those of a model's blocks."""
+        plain = [block.block for block in blocks]
+        return cls(
+            sum(block.nbytes for block in plain),
+            max((block.block.nbytes for block in blocks if block.is_layer), default=0),
+            sum(block.block.nbytes for block in blocks if not block.is_layer),
+            most_dequantized_bytes(plain),
+            conversion_bytes(plain, to_host=True),
+        )
+
+
 def find_kv_dtype(stated: Batching, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the KV cache: the stated one, else ``dtype``, that of activations."""
     name = _KV_DTYPES.get(stated.kv_cache_dtype)
@@ -127,7 +156,7 @@ def find_kv_dtype(stated: Batching, dtype: torch.dtype) -> torch.dtype:
 def find_budget(
     spec: ModelSpec,
     dtype: torch.dtype,
-    blocks: Sequence[PlannedBlock],
+    weights: WeightSizes,
     settings: Settings,
     limits: MachineLimits,
     free_bytes: int,
@@ -139,7 +168,7 @@ def find_budget(
     Args:
         spec: spec of the model.
         dtype: dtype of weights and activations.
-        blocks: blocks of weights.
+        weights: of the model.
         settings: settings with the stated sizes.
         limits: budgets of the machine.
         free_bytes: free device memory, for weights and everything else; what exceeds the cap of the limits does not
@@ -161,7 +190,7 @@ def find_budget(
     stated = settings.batching
     free_bytes = limits.within_cap(free_bytes)
     most = MOST_TOKENS_PER_PASS
-    if limits.on_cuda and _streams_from_disk(blocks, settings, limits, free_bytes):
+    if limits.on_cuda and _streams_from_disk(weights, settings, limits, free_bytes):
         most = MOST_TOKENS_FROM_DISK
     hosted = stated.kv_cache_tier == "host"
     size = find_pass_sizes(
@@ -174,7 +203,7 @@ def find_budget(
         on_cuda=limits.on_cuda,
         replays=limits.on_cuda and settings.cuda_graph is not False and not hosted,
     )
-    kv_bytes = _kv_bytes(spec, blocks, settings, limits, free_bytes, size.activation_bytes)
+    kv_bytes = _kv_bytes(spec, weights, settings, limits, free_bytes, size.activation_bytes)
     num_pages = kv_bytes // page_bytes
     if stated.kv_cache_memory is None and most_tokens is not None:
         num_pages = min(num_pages, size.max_sequences * -(-most_tokens // page_size))
@@ -204,7 +233,7 @@ def find_budget(
 
 def _kv_bytes(
     spec: ModelSpec,
-    blocks: Sequence[PlannedBlock],
+    weights: WeightSizes,
     settings: Settings,
     limits: MachineLimits,
     free_bytes: int,
@@ -213,13 +242,13 @@ def _kv_bytes(
     """Return the bytes for pages: stated ones, or what the tier's memory leaves beside weights and activations."""
     stated = settings.batching
     if stated.kv_cache_tier == "host":
-        return HostShare.find(blocks, settings, limits).pages_bytes(spec.kv, free_bytes, stated.kv_cache_memory)
+        return HostShare.find(weights, settings, limits).pages_bytes(spec.kv, free_bytes, stated.kv_cache_memory)
     if stated.kv_cache_memory is not None:
         return stated.kv_cache_memory
     if not _is_bounded(limits):
         return int(free_bytes * _KV_SHARE)
     left_bytes = weight_budget(free_bytes, Footprint(0, activation_bytes, 0), on_cuda=limits.on_cuda)
-    weights_bytes = _weights_share(blocks, settings, left_bytes)
+    weights_bytes = _weights_share(weights, settings, left_bytes)
     return max(left_bytes - weights_bytes, int(left_bytes * _LEAST_KV_SHARE))
 
 
@@ -242,35 +271,28 @@ def _swapping_within(host_bytes: int, budget: BatchingBudget, settings: Settings
     return replace(budget, most_parked=most_parked, footprint=footprint, staged_bytes=staged or MOVED_AT_ONCE_BYTES)
 
 
-def _streams_from_disk(
-    blocks: Sequence[PlannedBlock], settings: Settings, limits: MachineLimits, free_bytes: int
-) -> bool:
+def _streams_from_disk(weights: WeightSizes, settings: Settings, limits: MachineLimits, free_bytes: int) -> bool:
     """Return whether layers will stream from disk, because of the settings or for lack of memory."""
     stated = settings.batching
     hosted_bytes = (stated.kv_cache_memory or 0) if stated.kv_cache_tier == "host" else 0
-    most_bytes = _weights_share(blocks, settings, free_bytes) + limits.host_bytes - hosted_bytes
-    return settings.offload.device == "nvme" or sum(block.block.nbytes for block in blocks) > most_bytes
+    most_bytes = _weights_share(weights, settings, free_bytes) + limits.host_bytes - hosted_bytes
+    return settings.offload.device == "nvme" or weights.nbytes > most_bytes
 
 
-def _weights_share(blocks: Sequence[PlannedBlock], settings: Settings, left_bytes: int) -> int:
+def _weights_share(weights: WeightSizes, settings: Settings, left_bytes: int) -> int:
     """Return the device bytes for weights, of ``left_bytes`` for weights and pages.
 
     All weights, if they may be resident and leave enough for pages. Otherwise the blocks outside the layers, and slots
     to stream layers through; idle pages are lent to layers anyway.
     """
-    plain = [block.block for block in blocks]
-    dequantized_bytes = most_dequantized_bytes(plain)
     if settings.memory.max_weight_memory is not None:
-        return settings.memory.max_weight_memory + dequantized_bytes
-    total_bytes = sum(block.nbytes for block in plain)
-    layer_bytes = max((block.block.nbytes for block in blocks if block.is_layer), default=0)
-    slots_bytes = max(_NUM_SLOTS, settings.num_slots or 0) * layer_bytes
-    outer_bytes = sum(block.block.nbytes for block in blocks if not block.is_layer)
-    aside_bytes = conversion_bytes(plain, to_host=True) + dequantized_bytes
+        return settings.memory.max_weight_memory + weights.dequantized_bytes
+    slots_bytes = max(_NUM_SLOTS, settings.num_slots or 0) * weights.layer_bytes
+    aside_bytes = weights.converting_bytes + weights.dequantized_bytes
     may_stay = settings.offload.device in (None, "none")
-    if may_stay and total_bytes + aside_bytes <= left_bytes * (1 - _KV_SHARE):
-        return total_bytes + aside_bytes
-    return min(outer_bytes + slots_bytes, total_bytes) + aside_bytes
+    if may_stay and weights.nbytes + aside_bytes <= left_bytes * (1 - _KV_SHARE):
+        return weights.nbytes + aside_bytes
+    return min(weights.outer_bytes + slots_bytes, weights.nbytes) + aside_bytes
 
 
 @dataclass(frozen=True)
@@ -286,10 +308,10 @@ class HostShare:
     usual_bytes: int
 
     @classmethod
-    def find(cls, blocks: Sequence[PlannedBlock], settings: Settings, limits: MachineLimits) -> HostShare:
-        """Compute the share beside a model's blocks."""
+    def find(cls, weights: WeightSizes, settings: Settings, limits: MachineLimits) -> HostShare:
+        """Compute the share beside a model's weights."""
         most_bytes = min(limits.host_bytes, limits.pinned_bytes) if limits.on_cuda else limits.host_bytes
-        weight_bytes = 0 if settings.offload.device == "nvme" else sum(block.block.nbytes for block in blocks)
+        weight_bytes = 0 if settings.offload.device == "nvme" else weights.nbytes
         left_bytes = int((most_bytes - weight_bytes) * _HOST_KV_SHARE)
         return cls(most_bytes, max(left_bytes, int(most_bytes * _LEAST_KV_SHARE)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zinfer.config.settings import Batching
@@ -113,6 +114,12 @@ def short_pass_tokens(num_params: int) -> int:
     return max(_SHORT_PASS_TOKENS, _SHORT_PASS_PRODUCTS // num_params)
 
 
+@lru_cache(maxsize=256)  # a search for sizes asks hundreds of times
+def _layer_bytes(spec: ModelSpec, dtype: torch.dtype, num_rows: int, num_tokens: int, *, on_cuda: bool) -> int:
+    """Return the activations of a layer in transformers' modules, with the logits of each row."""
+    return find_footprint(spec, dtype, Request(num_rows, num_tokens, 1), on_cuda=on_cuda).activation_bytes
+
+
 def find_pass_sizes(
     spec: ModelSpec,
     dtype: torch.dtype,
@@ -142,8 +149,7 @@ def find_pass_sizes(
         part_logits = max(min(part_logits, int(free_bytes * _MOST_SAMPLING_SHARE) // BYTES_A_LOGIT), spec.vocab)
 
     def layer_bytes(num_rows: int, num_tokens: int) -> int:
-        """Return the activations of a layer in transformers' modules, with the logits of each row."""
-        return find_footprint(spec, dtype, Request(num_rows, num_tokens, 1), on_cuda=on_cuda).activation_bytes
+        return _layer_bytes(spec, dtype, num_rows, num_tokens, on_cuda=on_cuda)
 
     def sampling_bytes(num_rows: int, num_tokens: int) -> int:
         """Return the logits, twice while some are selected, and what a part of them takes."""

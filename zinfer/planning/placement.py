@@ -9,9 +9,11 @@ Among ranks as many layers as possible are on the devices, each divided among th
 layers on every rank, which need no gathers.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from itertools import accumulate
 from math import ceil
 from typing import Final
 
@@ -19,14 +21,14 @@ from zinfer.config import Settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Block, Home, Tier, conversion_bytes
 from zinfer.offload.partition import WHOLE, Partition
-from zinfer.planning.host_placement import HostPlanner, HostSide, spread
+from zinfer.planning.host_placement import HostPlanner, HostSide, HostSizes, spread
 from zinfer.probe.limits import MachineLimits
 from zinfer.units import human_bytes
 from zinfer.weights.quantized import SlabMatrix
 
 _DEFAULT_NUM_SLOTS: Final = 2
 _MIXED_NUM_SLOTS: Final = 3  # one in use, one filling from host memory, one filling from disk
-_GATHERING_NUM_SLOTS: Final = 5  # limit for blocks that ranks have on their devices; see `_useful_slots`
+_GATHERING_NUM_SLOTS: Final = 5  # limit for blocks that ranks have on their devices; see `Plan.useful_slots`
 _MOST_NUM_SLOTS: Final = 8  # limit for the hints of DeepSpeed's keys
 
 
@@ -59,6 +61,18 @@ class Plan:
         """Whether nothing streams but what ranks have of each other."""
         return self.num_blocks(Tier.DEVICE) == len(self.homes)
 
+    @property
+    def useful_slots(self) -> int:
+        """Number of slots that keeps disk and link busy.
+
+        Blocks that the ranks have on their devices pass through slots, too, to be gathered. While one block that
+        streams is gathered and used, the next one must be on its way: there has to be a slot for each block between.
+        """
+        gathered = sum(home.tier is Tier.DEVICE and home.shared for home in self.homes)
+        streamed = len(self.homes) - self.num_blocks(Tier.DEVICE)
+        between = ceil(gathered / streamed) if streamed else 0
+        return max(_DEFAULT_NUM_SLOTS + between, _MIXED_NUM_SLOTS if self.is_mixed else 0)
+
     def num_blocks(self, tier: Tier) -> int:
         """Return the number of blocks whose home is the tier."""
         return sum(home.tier is tier for home in self.homes)
@@ -80,46 +94,62 @@ def make_plan(
     settings: Settings,
     partition: Partition = WHOLE,
 ) -> Plan:
-    """Place every block.
+    """Place every block; as `Placer`, for one budget.
 
     Args:
-        blocks: all blocks in the model's order.
-        layers: indices of the transformer layers.
         limits: budgets in bytes.
-        settings: uses `offload`, `streaming` and `num_slots`.
-        partition: the ranks that share the blocks, each with these limits.
 
     Raises:
         PlanError: a budget is too small; says for what, and how much is needed.
     """
-
-    def plan(num_slots: int) -> Plan:
-        return _Planner(tuple(blocks), frozenset(layers), limits, settings, num_slots, partition).plan()
-
-    least, most = _slot_range(blocks, frozenset(layers), settings)
-    shallow = plan(least)
-    if not _states_depth(settings):
-        most = min(most, _useful_slots(shallow))
-    for num_slots in range(most, least, -1):
-        try:
-            deep = plan(num_slots)
-        except PlanError:  # of fewer slots there is a plan
-            continue
-        if _states_depth(settings) or num_slots <= _useful_slots(deep):
-            return deep
-    return shallow
+    return Placer(blocks, layers, settings, partition).place(limits)
 
 
-def _useful_slots(plan: Plan) -> int:
-    """Return the number of slots that keeps disk and link busy.
+class Placer:
+    """Places the blocks of a model within any budgets, and keeps what does not depend on them.
 
-    Blocks that the ranks have on their devices pass through slots, too, to be gathered. While one block that streams is
-    gathered and used, the next one must be on its way: there has to be a slot for each block between the two.
+    Args:
+        blocks: all blocks in the model's order.
+        layers: indices of the transformer layers.
+        settings: uses `offload`, `streaming` and `num_slots`.
+        partition: the ranks that share the blocks, each with the same budgets.
     """
-    gathered = sum(home.tier is Tier.DEVICE and home.shared for home in plan.homes)
-    streamed = len(plan.homes) - plan.num_blocks(Tier.DEVICE)
-    between = ceil(gathered / streamed) if streamed else 0
-    return max(_DEFAULT_NUM_SLOTS + between, _MIXED_NUM_SLOTS if plan.is_mixed else 0)
+
+    def __init__(
+        self, blocks: Sequence[Block], layers: Iterable[int], settings: Settings, partition: Partition = WHOLE
+    ) -> None:
+        self._blocks, self._layers = tuple(blocks), frozenset(layers)
+        self._settings, self._partition = settings, partition
+        self._planners: dict[tuple[int, bool], _Planner] = {}
+
+    def place(self, limits: MachineLimits) -> Plan:
+        """Place every block within the budgets; the same plan object for the same placement. Raises as `make_plan`."""
+        states_depth = _states_depth(self._settings)
+        least, most = _slot_range(self._blocks, self._layers, self._settings)
+        shallow = self._plan(least, limits)
+        if not states_depth:
+            most = min(most, shallow.useful_slots)
+        for num_slots in range(most, least, -1):
+            try:
+                deep = self._plan(num_slots, limits)
+            except PlanError:  # of fewer slots there is a plan
+                continue
+            if states_depth or num_slots <= deep.useful_slots:
+                return deep
+        return shallow
+
+    def _plan(self, num_slots: int, limits: MachineLimits) -> Plan:
+        key = num_slots, limits.on_cuda
+        if key not in self._planners:
+            self._planners[key] = _Planner(
+                self._blocks, self._layers, self._settings, num_slots, self._partition, limits.on_cuda
+            )
+        return self._planners[key].plan(limits)
+
+
+@cache  # there are few, and a search for sizes makes thousands of them
+def _home(tier: Tier, *, pinned: bool = False, shared: bool = False) -> Home:
+    return Home(tier, pinned, shared)
 
 
 def _states_depth(settings: Settings) -> bool:
@@ -165,21 +195,42 @@ def _resident_sets(
     return sorted(sized, key=lambda choice: -choice[0])
 
 
+def _holds(plan: Plan, limits: MachineLimits, most: MachineLimits) -> bool:
+    """Whether a plan for the budgets ``most`` is also that for others, which are no larger and which it fits.
+
+    Of plans with blocks on disk, or not pinned, others may be better in smaller budgets.
+    """
+    is_within = limits.host_bytes <= most.host_bytes and limits.pinned_bytes <= most.pinned_bytes
+    if (limits.host_bytes, limits.pinned_bytes) == (most.host_bytes, most.pinned_bytes):
+        return True
+    is_pinned = plan.pinned_bytes == plan.host_bytes and not plan.num_blocks(Tier.DISK)
+    return is_within and is_pinned and plan.host_bytes <= limits.host_bytes and plan.pinned_bytes <= limits.pinned_bytes
+
+
 @dataclass(frozen=True)
 class _Planner:
     blocks: tuple[Block, ...]
     layers: frozenset[int]
-    limits: MachineLimits
     settings: Settings
     num_slots: int
     partition: Partition
+    on_cuda: bool
 
-    def plan(self) -> Plan:
-        resident = self._choose_resident()
-        whole = self._choose_whole(resident)
+    def plan(self, limits: MachineLimits) -> Plan:
+        budget = limits.device_bytes - self._gds_bytes
+        resident = self._choose_resident(budget, limits)
+        whole = self._choose_whole(resident, budget)
+        found, most = self._plans.get((resident, whole), (None, limits))
+        if found is None or not _holds(found, limits, most):
+            found = self._beside(resident, whole, limits)
+            self._plans[resident, whole] = found, limits
+        return found
+
+    def _beside(self, resident: frozenset[int], whole: frozenset[int], limits: MachineLimits) -> Plan:
+        """Return the plan with these blocks on the device, and the others where the host's budgets have them."""
         streamed = [block for block in self.blocks if block.index not in resident]
         in_slots = self._in_slots(whole)
-        host = HostPlanner(streamed, self.blocks, self.limits, self.settings, self.partition).choose()
+        host = HostPlanner(streamed, self._host_sizes, limits).choose()
         homes = tuple(self._home(block.index, resident, whole, host) for block in self.blocks)
         return Plan(
             homes=homes,
@@ -194,25 +245,35 @@ class _Planner:
             num_ranks=self.partition.size,
         )
 
+    @cached_property
+    def _plans(self) -> dict[tuple[frozenset[int], frozenset[int]], tuple[Plan, MachineLimits]]:
+        """The last plan and its budgets, by the blocks on the device and those of them that are whole."""
+        return {}
+
     def _home(self, index: int, resident: frozenset[int], whole: frozenset[int], host: HostSide) -> Home:
         if index in resident:
-            return Home(Tier.DEVICE, shared=index not in whole)
-        return Home(Tier.HOST, index in host.pinned) if index in host.hosted else Home(Tier.DISK)
+            return _home(Tier.DEVICE, shared=index not in whole)
+        return _home(Tier.HOST, pinned=index in host.pinned) if index in host.hosted else _home(Tier.DISK)
 
-    def _choose_resident(self) -> frozenset[int]:
-        choices, budget = self._resident_choices(), self._budget
-        for nbytes, resident in choices:
-            if nbytes <= budget and self._device_bytes(resident, self._whole(resident)) <= budget:
-                return resident
-        needed = min(self._device_bytes(resident, self._whole(resident)) for _, resident in choices)
-        raise self._too_little_device_memory(budget, needed)
+    def _choose_resident(self, budget: int, limits: MachineLimits) -> frozenset[int]:
+        place = bisect_left(self._least_needed, -budget, key=lambda needed: -needed)
+        if place == len(self._least_needed):
+            raise self._too_little_device_memory(budget, self._least_needed[-1], limits)
+        return self._resident_choices[place][1]
 
-    def _choose_whole(self, resident: frozenset[int]) -> frozenset[int]:
+    @cached_property
+    def _least_needed(self) -> list[int]:
+        """The least bytes that the candidates for resident blocks need, up to each of them."""
+        return list(accumulate((needed for needed, _ in self._resident_choices), min))
+
+    def _choose_whole(self, resident: frozenset[int], budget: int) -> frozenset[int]:
         """Return the resident blocks that every rank has as a whole: besides those outside the layers, what fits."""
+        if self.partition.size == 1:
+            return resident
         layers = sorted(resident & self.layers)
         for num_whole in range(len(layers), 0, -1):
             whole = self._whole(resident) | {*spread(layers, num_whole)}
-            if self._device_bytes(resident, whole) <= self._budget:
+            if self._device_bytes(resident, whole) <= budget:
                 return whole
         return self._whole(resident)
 
@@ -220,15 +281,11 @@ class _Planner:
         """Return the resident blocks that are never divided among ranks."""
         return resident if self.partition.size == 1 else resident - self.layers
 
-    @property
-    def _budget(self) -> int:
-        return self.limits.device_bytes - self._gds_bytes
-
-    def _too_little_device_memory(self, budget: int, needed: int) -> PlanError:
+    def _too_little_device_memory(self, budget: int, needed: int, limits: MachineLimits) -> PlanError:
         """Return the error, with remedies. Names budget keys only if they were stated."""
         largest = max(self.blocks, key=lambda block: block.nbytes)
         what, remedies = "the device memory for weights", []
-        if self.settings.memory.max_weight_memory == self.limits.device_bytes:
+        if self.settings.memory.max_weight_memory == limits.device_bytes:
             what, remedies = "zinfer.max_weight_memory", ["raise it"]
         if self.num_slots > 1 and largest.nbytes <= budget:
             remedies.append("lower zinfer.num_slots" if self.settings.num_slots else "set zinfer.num_slots to 1")
@@ -241,8 +298,9 @@ class _Planner:
             f"({human_bytes(needed)}) are needed; {', or '.join(remedies)}"
         )
 
+    @cached_property
     def _resident_choices(self) -> list[tuple[int, frozenset[int]]]:
-        """Return the candidate sets of resident blocks with their bytes, largest first."""
+        """Candidate sets of resident blocks, largest first, each with the device memory that it takes with slots."""
         enclosing = [block.index for block in self.blocks if block.encloses]
         outer = sorted(
             set(range(len(self.blocks))) - self.layers - set(enclosing), key=lambda index: self.blocks[index].nbytes
@@ -252,13 +310,18 @@ class _Planner:
         nbytes = (
             (self._range_bytes if index in divided else self._whole_bytes)[index] for index in range(len(self.blocks))
         )
-        return _resident_sets(tuple(enclosing), tuple(outer), self.layers, most_layers, tuple(nbytes))
+        choices = _resident_sets(tuple(enclosing), tuple(outer), self.layers, most_layers, tuple(nbytes))
+        return [(self._beside_slots(nbytes, self._whole(resident)), resident) for nbytes, resident in choices]
 
     def _device_bytes(self, resident: frozenset[int], whole: frozenset[int]) -> int:
+        return self._beside_slots(self._bytes_of(resident, whole), whole)
+
+    def _beside_slots(self, nbytes: int, whole: frozenset[int]) -> int:
+        """Return the device memory of resident blocks of so many bytes, and of slots for those that are not whole."""
         largest = next((self._whole_bytes[index] for index in self._largest_first if index not in whole), 0)
         slots = min(self.num_slots, len(self.blocks) - len(whole)) * largest
         # Conversions end before the slots are allocated.
-        return max(slots, self._converting_bytes) + self._bytes_of(resident, whole)
+        return max(slots, self._converting_bytes) + nbytes
 
     def _bytes_of(self, resident: frozenset[int], whole: frozenset[int]) -> int:
         if whole is resident:
@@ -271,7 +334,7 @@ class _Planner:
 
     @cached_property
     def _converting_bytes(self) -> int:
-        alone = conversion_bytes(self.blocks, to_host=self.limits.on_cuda)
+        alone = conversion_bytes(self.blocks, to_host=self.on_cuda)
         if self.partition.size == 1:
             return alone
         whole = max((self._whole_bytes[block.index] for block in self.blocks if block.conversion), default=0)
@@ -292,9 +355,11 @@ class _Planner:
         """Device memory of each block, divided among ranks."""
         return [self.partition.range_bytes(block.nbytes) for block in self.blocks]
 
+    @cached_property
+    def _host_sizes(self) -> HostSizes:
+        return HostSizes(self.blocks, self.settings, self.partition)
+
     @property
     def _gds_bytes(self) -> int:
         """Device memory for reads directly into it (GPUDirect Storage)."""
-        if not (self.settings.aio.use_gds and self.limits.on_cuda):
-            return 0
-        return HostPlanner((), self.blocks, self.limits, self.settings, self.partition).most_ring_bytes()
+        return self._host_sizes.max_ring_bytes if self.settings.aio.use_gds and self.on_cuda else 0

@@ -10,8 +10,9 @@ from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
 from zinfer.planning.block_work import BlockWork, find_work
 from zinfer.planning.device_cap import DeviceParts, naming_least_cap
+from zinfer.planning.kv_budget import WeightSizes
 from zinfer.planning.memory import Footprint, Request, beside_request, find_footprint, weight_budget
-from zinfer.planning.placement import Plan, make_plan
+from zinfer.planning.placement import Placer, Plan
 from zinfer.planning.presets import Machine
 from zinfer.planning.step_time import PassClock, Prediction
 from zinfer.probe.limits import MachineLimits
@@ -50,19 +51,27 @@ class Case:
         return replace(self, machine=replace(self.machine, limits=limits))
 
     def place(self, limits: MachineLimits) -> Plan:
-        """Place all blocks; raises like `make_plan`."""
-        return make_plan(self.outline.plain_blocks, self.outline.layers, limits, self.settings, self.partition)
+        """Place all blocks; raises like `zinfer.planning.placement.make_plan`."""
+        return self._placer.place(limits)
 
     def clock(self, plan: Plan, *, is_fused: bool = False) -> PassClock:
         """Return the clock that predicts passes under a plan; ``is_fused`` as in `ModelSpec`."""
         if is_fused not in self._work:
             self._work[is_fused] = find_work(self.outline.blocks, replace(self.outline.spec, is_fused=is_fused))
-        return PassClock(plan, self._work[is_fused], self.machine.rates, reduced_bytes=self._reduced_bytes)
+        known, clock = self._clocks.get((id(plan), is_fused), (None, None))
+        if known is not plan or clock is None:
+            clock = PassClock(plan, self._work[is_fused], self.machine.rates, reduced_bytes=self._reduced_bytes)
+            self._clocks[id(plan), is_fused] = plan, clock
+        return clock
 
     def footprint(self, request: Request) -> Footprint:
         """Return the memory of a request beside the weights."""
         found = find_footprint(self.outline.spec, self.outline.dtype, request, on_cuda=self.machine.limits.on_cuda)
-        return found.dequantizing(self.outline.plain_blocks)
+        return self.dequantizing(found)
+
+    def dequantizing(self, footprint: Footprint) -> Footprint:
+        """Add the largest quantized matrix in dequantized form, which products of many tokens need."""
+        return replace(footprint, activation_bytes=footprint.activation_bytes + self.weights.dequantized_bytes)
 
     def predict(self, plan: Plan, request: Request) -> Prediction:
         """Predict a batch. Stages compute as many parts of it in turn as there are stages, so none of them waits."""
@@ -70,6 +79,21 @@ class Case:
         part = request.part(num_parts)
         found = self.clock(plan).predict(part, self.footprint(part))
         return replace(found, seconds=num_parts * found.seconds)
+
+    @cached_property
+    def weights(self) -> WeightSizes:
+        """Bytes of the model's weights."""
+        return WeightSizes.of(self.outline.blocks)
+
+    @cached_property
+    def _clocks(self) -> dict[tuple[int, bool], tuple[Plan, PassClock]]:
+        """Clocks by the plan's identity and ``is_fused``; many sizes of a job share a plan."""
+        return {}
+
+    @cached_property
+    def _placer(self) -> Placer:
+        """Places the blocks within many budgets."""
+        return Placer(self.outline.plain_blocks, self.outline.layers, self.settings, self.partition)
 
     @cached_property
     def _work(self) -> dict[bool, tuple[BlockWork, ...]]:

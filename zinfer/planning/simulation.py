@@ -5,9 +5,11 @@ Shared prefixes and sequences that end early make a job shorter; neither is simu
 [Note: counted passes]
 While no sequence is preempted, a pass follows from sums alone: how many sequences decode, how many of them need a page,
 and which end. So most simulations keep sums in place of sequences, a tenth of the work, and give what the scheduler
-does to the last number; `tests/test_simulation.py` compares the two. Once pages run short, the scheduler itself runs.
-A search for sizes has no time for that, and counts preemption too: the sequence admitted last gives up its pages, and
-returns first. What differs, the order within a pass, moves few passes (a test compares their seconds).
+does to the last number; `tests/test_simulation.py` compares the two. Passes of the same sequences, until one of them
+ends or a prompt is complete, are counted as one run, and predicted by three of them. Once pages run short, the
+scheduler itself runs. A search for sizes has no time for that, and counts preemption too: the sequence admitted last
+gives up its pages, and returns first. What differs, the order within a pass, moves few passes (a test compares their
+seconds).
 
 [Note: passes in step]
 Ranks that share the bytes of weights make each pass together, each over rows of its own, and it takes as long as that
@@ -20,6 +22,7 @@ import math
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import compress, zip_longest
 from statistics import fmean
 from typing import Final, NamedTuple
@@ -37,7 +40,61 @@ _MOST_RANKS: Final = 8
 _LATER: Final = 3  # passes
 
 
+class PassRun(NamedTuple):
+    """Passes of the same sequences with as many tokens each, by which the attended tokens grow. Others are alone.
+
+    first: size of the first.
+    num_passes: how many they are.
+    num_more_pairs: by which the pairs of a prompt under way grow from one to the next.
+    """
+
+    first: PassSize
+    num_passes: int = 1
+    num_more_pairs: int = 0
+
+    def at(self, place: int) -> PassSize:
+        """Return the size of one of them."""
+        tokens, samples, context, lent, pairs = self.first
+        return PassSize(tokens, samples, context + place * tokens, lent, pairs + place * self.num_more_pairs)
+
+    def part(self, begin: int, count: int) -> "PassRun":
+        """Return so many of them."""
+        return PassRun(self.at(begin), count, self.num_more_pairs)
+
+    def times(self, scale: float) -> "PassRun":
+        """Return as many passes of so many times the size."""
+        return PassRun(_times(self.first, scale), self.num_passes, round(scale * self.num_more_pairs))
+
+
+def _times(size: PassSize, scale: float) -> PassSize:
+    return PassSize(  # field by field, since most passes of most simulations come here
+        round(scale * size.num_tokens),
+        round(scale * size.num_samples),
+        round(scale * size.num_context),
+        round(scale * size.num_lent_pages),
+        round(scale * size.num_pairs),
+    )
+
+
+def passes_of(runs: Iterable[PassRun]) -> list[PassSize]:
+    """Return the passes of runs one by one."""
+    return [run.at(place) for run in runs for place in range(run.num_passes)]
+
+
 def simulate(
+    prompt_lens: Sequence[int],
+    new_tokens: Sequence[int],
+    budget: BatchingBudget,
+    window: int | None = None,
+    order: PassOrder = USUAL,
+    most_passes: float = math.inf,
+    wanted: Container[int] | None = None,
+) -> list[PassSize]:
+    """Return the passes of a job one by one; as `simulate_runs`, exactly."""
+    return passes_of(simulate_runs(prompt_lens, new_tokens, budget, window, order, most_passes, wanted))
+
+
+def simulate_runs(
     prompt_lens: Sequence[int],
     new_tokens: Sequence[int],
     budget: BatchingBudget,
@@ -47,7 +104,7 @@ def simulate(
     wanted: Container[int] | None = None,
     *,
     is_exact: bool = True,
-) -> list[PassSize]:
+) -> list[PassRun]:
     """Schedule the passes of a job.
 
     Args:
@@ -67,11 +124,13 @@ def simulate(
     # sequence may find its own pages when it resumes: then simulate again with sharing.
     job = prompt_lens, new_tokens, budget, window, order, most_passes, wanted
     if window is None and wanted is None and budget.num_sets == 1:
-        for row in zip(prompt_lens, new_tokens, strict=True):
-            check_pages(*row, budget.num_pages, budget.page_size, None)
-        counted = _CountedPasses(prompt_lens, new_tokens, budget, order, preempts=not is_exact).up_to(most_passes)
-        return _passes(*job, shares=True) if counted is None else counted
-    return _passes(*job, shares=False) or _passes(*job, shares=True)
+        rows = _Rows.of(tuple(prompt_lens), tuple(new_tokens), budget.page_size)
+        if max(rows.num_pages) > budget.num_pages:
+            for row in zip(prompt_lens, new_tokens, strict=True):
+                check_pages(*row, budget.num_pages, budget.page_size, None)
+        counted = _CountedPasses(rows, budget, order, preempts=not is_exact).up_to(most_passes)
+        return [*map(PassRun, _passes(*job, shares=True))] if counted is None else counted
+    return [*map(PassRun, _passes(*job, shares=False) or _passes(*job, shares=True))]
 
 
 def _passes(
@@ -108,6 +167,22 @@ def _passes(
     return sizes
 
 
+class _Rows(NamedTuple):
+    """Prompts and new tokens of each row, the pages that it needs alone, and the rows' numbers, the longest first."""
+
+    prompts: tuple[int, ...]
+    news: tuple[int, ...]
+    num_pages: tuple[int, ...]
+    longest_first: tuple[int, ...]
+
+    @classmethod
+    @lru_cache(maxsize=16)  # a search simulates few samples in hundreds of budgets
+    def of(cls, prompts: tuple[int, ...], news: tuple[int, ...], page_size: int) -> "_Rows":
+        num_pages = (pages_alone(*row, page_size) for row in zip(prompts, news, strict=True))
+        ordered = sorted(range(len(prompts)), key=lambda i: (-news[i], -prompts[i]))
+        return cls(prompts, news, tuple(num_pages), tuple(ordered))
+
+
 class _CountedPasses:
     """Counts the passes of a job; see [Note: counted passes].
 
@@ -118,19 +193,11 @@ class _CountedPasses:
         preempts: count preemption too; else there are no passes if pages run short.
     """
 
-    def __init__(
-        self,
-        prompt_lens: Sequence[int],
-        new_tokens: Sequence[int],
-        budget: BatchingBudget,
-        order: PassOrder,
-        *,
-        preempts: bool = False,
-    ) -> None:
+    def __init__(self, rows: _Rows, budget: BatchingBudget, order: PassOrder, *, preempts: bool = False) -> None:
         self._preempts, self._most_swapped, self._num_swapped = preempts, budget.most_swapped_pages, 0
-        self._rows = list(zip(prompt_lens, new_tokens, strict=True))
+        self._rows = rows
         # Of a preempted sequence the tokens so far count as its prompt, of which those that are swapped out are kept.
-        self._prompts, self._news, self._page = list(prompt_lens), list(new_tokens), budget.page_size
+        self._prompts, self._news, self._page = list(rows.prompts), list(rows.news), budget.page_size
         self._kept: dict[int, int] = {}
         self._decoding: dict[int, int] = {}  # last passes by number, in the order of admission
         self._num_pages, self._lends, self._max_sequences = budget.num_pages, budget.lends, budget.max_sequences
@@ -138,22 +205,19 @@ class _CountedPasses:
         self._most_tokens = min(budget.tokens_per_pass, order.most_tokens or budget.tokens_per_pass)
         self._most_running = order.most_running(budget.max_sequences)
         self._most_reserved = most_reserved(budget.num_pages)
-        self._allocated = [pages_alone(*row, self._page) for row in zip(prompt_lens, new_tokens, strict=True)]
-        self._sums = WorkSums(len(self._news), sum(self._allocated), sum(prompt_lens), sum(new_tokens))
-        numbers = range(len(prompt_lens))
-        by_length = budget.order == "longest_first"
-        ordered = sorted(numbers, key=lambda i: (-new_tokens[i], -prompt_lens[i])) if by_length else numbers
-        self._waiting = deque(ordered)
+        self._sums = WorkSums(len(rows.news), sum(rows.num_pages), sum(rows.prompts), sum(rows.news))
+        self._waiting = deque(rows.longest_first if budget.order == "longest_first" else range(len(rows.news)))
         self._prompt: tuple[int, int, int] | None = None  # under way: number, tokens computed, pages
         self._num_decodes = self._num_computed = 0  # decoding sequences; their tokens in pages
         self._num_free, self._num_lent, self._place = budget.num_pages, 0, 0
         self._on_boundary = [0] * self._page  # decoding sequences by the passes, modulo a page, that need a page
         self._ending: dict[int, list[int]] = {}  # numbers by their last pass
 
-    def up_to(self, most_passes: float) -> list[PassSize] | None:
+    def up_to(self, most_passes: float) -> list[PassRun] | None:
         """Return the passes, one more than ``most_passes`` at most; None: pages run short for new tokens."""
-        sizes: list[PassSize] = []
-        while self._sums.count:
+        runs: list[PassRun] = []
+        num_passes = 0
+        while self._sums.count and num_passes <= most_passes:
             lent, self._num_lent = self._num_lent, self._num_spare
             needed = self._on_boundary[self._place % self._page]
             is_short = needed > self._num_free
@@ -165,17 +229,51 @@ class _CountedPasses:
             chunks = [] if is_short else self._chunks()
             if not chunks and not self._num_decodes:
                 return None
-            if len(sizes) > most_passes:
-                break
             decodes, num_context = self._num_decodes, self._num_computed + self._num_decodes
             num_tokens, num_samples, num_pairs = decodes, decodes, 0
             for number, begin, end in chunks:
                 num_context, num_tokens = num_context + end, num_tokens + end - begin
                 num_samples += end == self._prompts[number]
                 num_pairs += (end - begin) * (begin + end + 1) // 2 if end - begin > 1 else 0
-            sizes.append(PassSize(num_tokens, num_samples, num_context, lent, num_pairs))
+            goes_on = not is_short and lent == self._num_lent and num_samples == decodes
+            count = self._go_on(chunks, most_passes - num_passes) if goes_on else 1
+            num_more = num_tokens - decodes if count > 1 else 0
+            size = PassSize(num_tokens, num_samples, num_context, lent, num_pairs)
+            runs.append(PassRun(size, count, num_more * num_more if num_more > 1 else 0))
+            num_passes += count
             self._advance(chunks)
-        return sizes
+        return runs
+
+    def _go_on(self, chunks: Sequence[tuple[int, int, int]], most_passes: float) -> int:
+        """Go on to the last of the passes like this one, and return how many they are.
+
+        They have no prompts, or as much of one that none of them completes. What keeps other prompts out, pages or
+        sequences, does so until a sequence ends.
+        """
+        decodes, page, chunk, computed, num_pages, length = self._num_decodes, self._page, 0, 0, 0, 0
+        if chunks:
+            assert self._prompt is not None, "no prompt was completed"
+            number, computed, num_pages = self._prompt
+            chunk, length = computed - chunks[0][1], self._prompts[number]
+            if chunk != self._num_for_prompts(decodes + 1):
+                return 1
+        place, num_free, reserved = self._place, self._num_free, min(decodes, self._most_reserved)
+        while place not in self._ending and place - self._place + 1 <= most_passes:
+            num_left = num_free - self._on_boundary[(place + 1) % page]
+            taken = max(-(-(computed + chunk) // page) - num_pages, 0) if chunk else 0
+            if num_left < 0 or (chunk and (computed + chunk >= length or taken > max(num_left - reserved, 0))):
+                break
+            place, num_free, computed, num_pages = place + 1, num_left - taken, computed + chunk, num_pages + taken
+        if chunks:
+            self._prompt = number, computed, num_pages
+        num_more, self._place, self._num_free = place - self._place, place, num_free
+        self._num_computed += num_more * decodes
+        return 1 + num_more
+
+    def _num_for_prompts(self, num_running: int) -> int:
+        """Return the tokens that a pass leaves to prompts beside its decodes."""
+        pace = self._sums.pace(max(self._num_pages - self._most_reserved, 1), self._max_sequences)
+        return max(min(self._most_tokens, max(pace, num_running)) - self._num_decodes, 0)
 
     @property
     def _num_spare(self) -> int:
@@ -185,8 +283,9 @@ class _CountedPasses:
     def _chunks(self) -> list[tuple[int, int, int]]:
         """Return number, begin and end of the chunks of prompts in this pass, with pages for them."""
         num_running = self._num_decodes + (self._prompt is not None)
-        pace = self._sums.pace(max(self._num_pages - self._most_reserved, 1), self._max_sequences)
-        num_left = max(min(self._most_tokens, max(pace, num_running)) - self._num_decodes, 0)
+        if self._prompt is None and not (self._waiting and num_running < self._most_running):
+            return []
+        num_left = self._num_for_prompts(num_running)
         chunks: list[tuple[int, int, int]] = []
         if self._prompt is not None:
             number, begin, num_pages = self._prompt
@@ -201,23 +300,26 @@ class _CountedPasses:
             if end < self._prompts[number]:
                 return chunks
             num_left -= end - begin
-        while num_left and num_running < self._max_sequences and self._waiting and num_running < self._most_running:
-            number, most = self._waiting[0], self._num_free_beside(num_running)
-            begin = self._kept.get(number, 0)
-            end = min(self._prompts[number], begin + num_left)
-            wanted = -(-end // self._page)
+        prompts, waiting, page = self._prompts, self._waiting, self._page
+        most_running = min(self._max_sequences, self._most_running)
+        while num_left and waiting and num_running < most_running:
+            number, most = waiting[0], self._num_free_beside(num_running)
+            begin = self._kept.get(number, 0) if self._kept else 0
+            end = min(prompts[number], begin + num_left)
+            wanted = -(-end // page)
             if not most or (num_running and most < wanted):
                 break
-            self._waiting.popleft()
+            waiting.popleft()
             taken = min(wanted, most)
-            end = min(end, taken * self._page)
+            end = min(end, taken * page)
             if end <= begin:  # alone, and its pages are not enough: it is computed again
                 begin = 0
-            self._num_swapped -= -(-self._kept.pop(number, 0) // self._page)
+            if self._kept:
+                self._num_swapped -= -(-self._kept.pop(number, 0) // page)
             self._num_free -= taken
             num_left, num_running = num_left - (end - begin), num_running + 1
             chunks.append((number, begin, end))
-            if end < self._prompts[number]:
+            if end < prompts[number]:
                 self._prompt = number, end, taken
                 break
         return chunks
@@ -253,24 +355,25 @@ class _CountedPasses:
     def _advance(self, chunks: Iterable[tuple[int, int, int]]) -> None:
         """Let the decoding sequences go on, and begin with those whose prompts end; drop those that end."""
         self._num_computed += self._num_decodes
+        coming, page, prompts, news, rows = self._place + 1, self._page, self._prompts, self._news, self._rows
         for number, _, end in chunks:
-            if end < self._prompts[number]:
+            if end < prompts[number]:
                 continue
             if self._prompt is not None and self._prompt[0] == number:
                 self._prompt = None
             self._num_decodes, self._num_computed = self._num_decodes + 1, self._num_computed + end
-            self._on_boundary[(self._place + 1 - end) % self._page] += 1
-            last = self._place + self._news[number] - 1
+            self._on_boundary[(coming - end) % page] += 1
+            last = self._place + news[number] - 1
             self._ending.setdefault(last, []).append(number)
             self._decoding[number] = last
         for number in self._ending.pop(self._place, ()):
-            prompt, new, num_pages = self._prompts[number], self._news[number], self._allocated[number]
-            self._num_decodes, self._num_computed = self._num_decodes - 1, self._num_computed - prompt - new + 1
-            self._on_boundary[(self._place + 1 - prompt - new + 1) % self._page] -= 1
+            num_computed, num_pages = prompts[number] + news[number] - 1, rows.num_pages[number]
+            self._num_decodes, self._num_computed = self._num_decodes - 1, self._num_computed - num_computed
+            self._on_boundary[(coming - num_computed) % page] -= 1
             self._num_free += num_pages
             del self._decoding[number]
-            self._sums.change(-1, -num_pages, *(-each for each in self._rows[number]))
-        self._place += 1
+            self._sums.change(-1, -num_pages, -rows.prompts[number], -rows.news[number])
+        self._place = coming
 
 
 def simulated_ranks(num_ranks: int, rows: Sequence[tuple[int, int]]) -> int:
@@ -287,19 +390,8 @@ def in_step(passes: Sequence[list[PassSize]], num_ranks: int, scale: float = 1.0
     Args:
         passes: of some of the ranks.
     """
-    if len(passes) == scale == 1:
-        return passes[0]
     if len(passes) == 1:
-        return [  # field by field, since most passes of most simulations come here
-            PassSize(
-                round(scale * size.num_tokens),
-                round(scale * size.num_samples),
-                round(scale * size.num_context),
-                round(scale * size.num_lent_pages),
-                round(scale * size.num_pairs),
-            )
-            for size in passes[0]
-        ]
+        return [_times(size, scale) for size in passes[0]]
     ranks = []
     for rank in range(min(num_ranks, _MOST_RANKS)):
         own = passes[rank % len(passes)]
@@ -314,15 +406,18 @@ def in_step(passes: Sequence[list[PassSize]], num_ranks: int, scale: float = 1.0
 
 
 class RankPasses(NamedTuple):
-    """Simulated passes: those of one rank, and those that all ranks make together, which are the same of one alone."""
+    """Simulated passes in runs: those of one rank, and those that all ranks make together, the same of one alone."""
 
-    own: list[PassSize]
-    together: list[PassSize]
+    own: list[PassRun]
+    together: list[PassRun]
 
     @classmethod
-    def of(cls, ranks: Sequence[list[PassSize]], num_ranks: int, scale: float) -> "RankPasses":
+    def of(cls, ranks: Sequence[list[PassRun]], num_ranks: int, scale: float) -> "RankPasses":
         """Return the passes of a sample, so many times as large."""
-        return cls(in_step(ranks[:1], 1, scale), in_step(ranks, num_ranks, scale))
+        own = ranks[0] if scale == 1 else [run.times(scale) for run in ranks[0]]
+        if len(ranks) == 1:
+            return cls(own, own)
+        return cls(own, [*map(PassRun, in_step([passes_of(runs) for runs in ranks], num_ranks, scale))])
 
 
 class Simulations:
@@ -340,7 +435,7 @@ class Simulations:
         num_ranks: that are in step.
         is_exact: as for `simulate`.
 
-    ``num_passes``: passes simulated so far.
+    ``num_runs``: runs of passes simulated so far.
     """
 
     def __init__(
@@ -358,9 +453,9 @@ class Simulations:
         self._rows = [(prompt_lens, new_tokens), *([other] if other is not None else [])]
         self._scale, self._num_ranks = scale, num_ranks
         self._longest = max(sum(row) for lengths in self._rows for row in zip(*lengths, strict=True))
-        self.window, self.num_passes = window, 0
+        self.window, self.num_runs = window, 0
         # Passes of each rank with their token limit, by everything else that affects passes.
-        self._found: dict[tuple[object, ...], list[tuple[int, list[list[PassSize]]]]] = {}
+        self._found: dict[tuple[object, ...], list[tuple[int, list[list[PassRun]]]]] = {}
 
     def under(self, budget: BatchingBudget, order: PassOrder = USUAL, most_passes: float = math.inf) -> RankPasses:
         """Return the passes under a budget, all by one order; raises like `simulate`, and for too many passes."""
@@ -372,14 +467,15 @@ class Simulations:
         found = self._found.setdefault((*pages, budget.max_sequences, budget.order, budget.lends, order), [])
         limit = budget.tokens_per_pass
         for other, ranks in found:
-            if limit == other or max(size.num_tokens for passes in ranks for size in passes) < other < limit:
+            if limit == other or max(run.first.num_tokens for runs in ranks for run in runs) < other < limit:
                 return RankPasses.of(ranks, self._num_ranks, scale)
         ranks = []
         for prompt_lens, new_tokens in self._rows:
             window = None if self.window is not None and self._longest <= self.window else self.window
-            ranks.append(simulate(prompt_lens, new_tokens, budget, window, order, most_passes, is_exact=self._is_exact))
-            self.num_passes += len(ranks[-1])
-            if len(ranks[-1]) > most_passes:
+            runs = simulate_runs(prompt_lens, new_tokens, budget, window, order, most_passes, is_exact=self._is_exact)
+            ranks.append(runs)
+            self.num_runs += len(runs)
+            if sum(run.num_passes for run in runs) > most_passes:
                 raise PlanError(f"more than {most_passes:,.0f} passes")
         found.append((limit, ranks))
         return RankPasses.of(ranks, self._num_ranks, scale)

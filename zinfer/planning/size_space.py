@@ -53,7 +53,7 @@ class SizeSpace:
         token_bytes = kv.token_bytes(find_kv_dtype(stated, case.outline.dtype))
         self._most_bytes = device_bytes * _MOST_DEVICE_SHARE
         if stated.kv_cache_tier == "host":
-            host = HostShare.find(case.outline.blocks, case.settings, case.machine.limits)
+            host = HostShare.find(case.weights, case.settings, case.machine.limits)
             on_device = self._most_bytes * kv.num_layers / kv.num_page_slots
             self._most_bytes = min(host.most_bytes * _MOST_HOST_SHARE, on_device)
         longest_bytes = token_bytes * (sum(job.longest) + (stated.kv_page_size or PAGE_SIZE))

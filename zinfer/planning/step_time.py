@@ -14,7 +14,7 @@ while a lane has work (with one block much larger than the others, or with homes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 from zinfer.kernels.quantized import MOST_FUSED_TOKENS
 from zinfer.offload.block import Home, Tier
@@ -55,8 +55,7 @@ def resource_name(term: str, *, on_host: bool) -> str:
     return "host memory" if on_host and term in ("link", "device memory") else term
 
 
-@dataclass(frozen=True)
-class PassTime:
+class PassTime(NamedTuple):
     """Seconds of work of each resource in one pass over ``num_tokens`` tokens.
 
     ``device_s``: reading weights and KV cache; ``cache_s``: the cache's part of it; ``between_s``: work between
@@ -96,7 +95,9 @@ class PassTime:
             "device memory": self.device_s,
             LAUNCHING: launch_s,
         }
-        return terms | ({"gathers": self.gather_s} if self.gather_s else {})
+        if self.gather_s:
+            terms["gathers"] = self.gather_s
+        return terms
 
     @property
     def transfer_s(self) -> float:
@@ -105,8 +106,10 @@ class PassTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the pass."""
-        return max(self.terms.values())
+        """Seconds of the pass: the most of its terms."""
+        work_s = self.matrix_s + self.cache_s + self.between_s + self.reduce_s
+        host_s = work_s + self.launch_s if self.shares_host else max(work_s, self.launch_s)
+        return max(self.disk_s, self.link_s, self.host_s, host_s, self.device_s, self.gather_s)
 
     @property
     def bottleneck(self) -> str:

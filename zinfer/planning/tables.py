@@ -179,7 +179,7 @@ def plan_document(planned: BatchPlan, advice: Sequence[Advice]) -> dict[str, Any
 
 
 def _pass_document(time: PassTime) -> dict[str, Any]:
-    return {**vars(time), "seconds": time.seconds, "bottleneck": time.bottleneck}
+    return {**time._asdict(), "seconds": time.seconds, "bottleneck": time.bottleneck}
 
 
 def job_table(job: Job, planned: JobPlan) -> Table:

@@ -9,7 +9,7 @@ from zinfer.planning.job_plan import JobPlan, Sample, SizedJob
 from zinfer.planning.plan import Case
 from zinfer.planning.simulation import Simulations
 
-_PASS_STEPS: Final = 15  # what a pass takes, in steps of one of its sequences
+_RUN_STEPS: Final = 15  # what a run of passes takes, in steps of one of its sequences
 
 
 class Trials:
@@ -46,14 +46,14 @@ class Trials:
         return math.inf if planned is None else planned.seconds
 
     def _simulate(self, batching: Batching) -> JobPlan | None:
-        rows, simulations, num_before = self._sample.rows, self._simulations, self._simulations.num_passes
+        rows, simulations, num_before = self._sample.rows, self._simulations, self._simulations.num_runs
         try:
             sized = SizedJob.of(self._case, batching, rows, simulations.window)
             planned = sized.simulate(rows, simulations, self._least_s)
         except PlanError:
             return None
         finally:
-            if num_passes := simulations.num_passes - num_before:
-                self.num_steps += self._sample.num_steps + num_passes * _PASS_STEPS
+            if num_runs := simulations.num_runs - num_before:
+                self.num_steps += self._sample.num_steps + num_runs * _RUN_STEPS
         self._least_s = min(self._least_s, planned.seconds)
         return planned
