@@ -74,18 +74,18 @@ def test_counted_passes_are_those_of_the_scheduler(seed: int) -> None:
 
 
 def test_counted_preemption_is_about_that_of_the_scheduler() -> None:
-    """Every row gets its tokens, in about as many passes, whose tokens are about as many."""
-    num_different = 0
+    """Every row gets its tokens, in as many passes, and about as many are computed again."""
+    num_preempted = 0
     for seed in range(200):
         prompts, counts, budget, order = random_job(seed)
         exact = simulate(prompts, counts, budget, order=order)
         counted = passes_of(simulate_runs(prompts, counts, budget, order=order, is_exact=False))
-        num_different += counted != exact
+        num_preempted += sum(size.num_tokens for size in exact) > sum(prompts) + sum(counts) - len(prompts)
         assert sum(size.num_samples for size in counted) == sum(counts), seed
-        assert len(counted) == pytest.approx(len(exact), rel=0.05), seed
-        totals = (sum(size.num_context for size in each) for each in (counted, exact))
-        assert next(totals) == pytest.approx(next(totals), rel=0.05), seed
-    assert num_different, "no sequence was preempted"
+        assert len(counted) == pytest.approx(len(exact), rel=0.01), seed
+        for found, expected in zip(zip(*counted, strict=True), zip(*exact, strict=True), strict=True):
+            assert sum(found) == pytest.approx(sum(expected), rel=0.02), seed
+    assert num_preempted >= 5
 
 
 def test_seconds_are_the_sum_of_the_passes() -> None:

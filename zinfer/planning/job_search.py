@@ -24,14 +24,14 @@ from zinfer.planning.size_space import SizeSpace
 from zinfer.planning.trials import Trials
 from zinfer.probe.limits import MachineLimits
 
-_FEW_STEPS: Final = 3_000  # of a simulation with few rows: about 8 ms and what its passes take
+_FEW_STEPS: Final = 3_000  # of a simulation with few rows
 _FEW_ROWS: Final = 32
 _SAMPLE_STEPS: Final = 12_000
 _ROUGH_SAMPLE_STEPS: Final = 6_000
-_FINAL_STEPS: Final = 20_000
-_NUM_FINAL: Final = 4
-_LONG_STEPS: Final = 60_000
-_NUM_LONG: Final = 2
+_FINAL_STEPS: Final = 40_000
+_NUM_FINAL: Final = 8
+_LONG_STEPS: Final = 120_000
+_NUM_LONG: Final = 3
 _LEAST_GAIN: Final = 1.02  # for which a cache in host memory, or in another dtype, is chosen
 # Times the seconds of the best form: others are not searched further, after each stage with few rows, then with more.
 _MOST_BEHIND_WIDE: Final = 1.6

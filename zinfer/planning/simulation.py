@@ -8,8 +8,8 @@ and which end. So most simulations keep sums in place of sequences, a tenth of t
 does to the last number; `tests/test_simulation.py` compares the two. Passes of the same sequences, until one of them
 ends or a prompt is complete, are counted as one run, and predicted by three of them. Once pages run short, the
 scheduler itself runs. A search for sizes has no time for that, and counts preemption too: the sequence admitted last
-gives up its pages, and returns first. What differs, the order within a pass, moves few passes (a test compares their
-seconds).
+gives up its pages, returns first, and finds those that nothing was written to since. What differs, the order in which
+pages are written, moves few tokens (a test compares them).
 
 [Note: passes in step]
 Ranks that share the bytes of weights make each pass together, each over rows of its own, and it takes as long as that
@@ -199,6 +199,7 @@ class _CountedPasses:
         # Of a preempted sequence the tokens so far count as its prompt, of which those that are swapped out are kept.
         self._prompts, self._news, self._page = list(rows.prompts), list(rows.news), budget.page_size
         self._kept: dict[int, int] = {}
+        self._found: dict[int, int] = {}  # full pages of preempted sequences that nothing was written to since
         self._decoding: dict[int, int] = {}  # last passes by number, in the order of admission
         self._num_pages, self._lends, self._max_sequences = budget.num_pages, budget.lends, budget.max_sequences
         self._token_budget = budget.tokens_per_pass
@@ -226,6 +227,7 @@ class _CountedPasses:
             if is_short:
                 self._preempt()
             self._num_free -= self._on_boundary[self._place % self._page]
+            self._lose_pages()
             chunks = [] if is_short else self._chunks()
             if not chunks and not self._num_decodes:
                 return None
@@ -241,6 +243,7 @@ class _CountedPasses:
             size = PassSize(num_tokens, num_samples, num_context, lent, num_pairs)
             runs.append(PassRun(size, count, num_more * num_more if num_more > 1 else 0))
             num_passes += count
+            self._lose_pages()
             self._advance(chunks)
         return runs
 
@@ -304,7 +307,7 @@ class _CountedPasses:
         most_running = min(self._max_sequences, self._most_running)
         while num_left and waiting and num_running < most_running:
             number, most = waiting[0], self._num_free_beside(num_running)
-            begin = self._kept.get(number, 0) if self._kept else 0
+            begin = max(self._kept.get(number, 0), self._found.get(number, 0) * page) if self._is_resuming else 0
             end = min(prompts[number], begin + num_left)
             wanted = -(-end // page)
             if not most or (num_running and most < wanted):
@@ -314,8 +317,9 @@ class _CountedPasses:
             end = min(end, taken * page)
             if end <= begin:  # alone, and its pages are not enough: it is computed again
                 begin = 0
-            if self._kept:
+            if self._is_resuming:
                 self._num_swapped -= -(-self._kept.pop(number, 0) // page)
+                self._found.pop(number, None)
             self._num_free -= taken
             num_left, num_running = num_left - (end - begin), num_running + 1
             chunks.append((number, begin, end))
@@ -341,13 +345,26 @@ class _CountedPasses:
             self._put_back(number, computed, -(-computed // self._page))
 
     def _put_back(self, number: int, computed: int, num_pages: int) -> None:
-        """Let a preempted sequence wait before all others, with its pages swapped out as far as they may be."""
+        """Let a preempted sequence wait before all others; its pages are swapped out if they may be, or else free."""
         self._num_free += num_pages
         swapped = -(-computed // self._page)
         if 0 < swapped <= self._most_swapped - self._num_swapped:
             self._num_swapped += swapped
             self._kept[number] = computed
+        elif computed >= self._page:
+            self._found[number] = computed // self._page
         self._waiting.appendleft(number)
+
+    @property
+    def _is_resuming(self) -> bool:
+        return bool(self._kept or self._found)
+
+    def _lose_pages(self) -> None:
+        """Forget what preempted sequences would find of their pages: the last ones' are written to last."""
+        num_left = self._num_free
+        for number in reversed(list(self._found)):
+            found = self._found[number] = min(self._found[number], num_left)
+            num_left -= found
 
     def _num_free_beside(self, num_others: int) -> int:
         return max(self._num_free - min(num_others, self._most_reserved), 0)
