@@ -16,7 +16,7 @@ from zinfer.planning.kv_budget import BatchingBudget, WeightSizes, find_budget
 from zinfer.planning.memory import beside_request
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.planning.presets import PRESETS, Machine
-from zinfer.weights.quantized import most_dequantized_bytes
+from zinfer.weights.slab_matrix import most_dequantized_bytes
 
 
 def placed(outline: Outline, preset: str | Machine, **config: Any) -> tuple[BatchingBudget, Plan, int]:

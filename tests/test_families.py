@@ -24,7 +24,7 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.evaluation.calibrate import measure_squares
 from zinfer.model.families import FAMILIES, Family
 from zinfer.model.outline import read_outline
-from zinfer.weights.quantized import SlabMatrix
+from zinfer.weights.slab_matrix import SlabMatrix
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 NUM_NEW_TOKENS = 8

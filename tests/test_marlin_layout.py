@@ -22,7 +22,7 @@ from zinfer.kernels.quantized import FRAGMENT_GROUPS, QuantFormat, QuantizedMatr
 from zinfer.kernels.scaling import scale_columns_into, weighted_error
 from zinfer.weights.formats import Scheme, awq
 from zinfer.weights.formats import packing as filling
-from zinfer.weights.quantized import SlabMatrix
+from zinfer.weights.slab_matrix import SlabMatrix
 
 GROUPS_OF_128 = QuantFormat(4, 128, in_fragments=True)
 

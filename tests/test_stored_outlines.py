@@ -14,7 +14,7 @@ from zinfer.errors import ConfigError
 from zinfer.model.built_outline import known_outline, outline_document
 from zinfer.model.known_models import KNOWN_MODELS, find_known_model
 from zinfer.model.outline import Outline, StoredModel, read_outline
-from zinfer.weights.quantized import SlabMatrix
+from zinfer.weights.slab_matrix import SlabMatrix
 
 QUICK: Final = ("llama-3.2-1b", "gpt-oss-20b", "glm-4.5-air", "deepseek-v3", "opt-30b")
 """Tied and untied heads, biases, experts, windows, latents, float32 weights, weights without a layer."""

@@ -24,7 +24,7 @@ from zinfer.jobs.token_rows import by_length, padded, read_token_rows
 from zinfer.model.build import build_meta_model
 from zinfer.model.quantized_forms import find_form
 from zinfer.weights import Checkpoint
-from zinfer.weights.quantized import SlabMatrix
+from zinfer.weights.slab_matrix import SlabMatrix
 
 _MOST_TOKENS: Final = 4096  # per pass; the model streams once per pass
 _SLICE_TOKENS: Final = 512  # squared at once

@@ -17,7 +17,7 @@ from torch import nn
 from zinfer.inject.overlay import probe, stand_in
 from zinfer.model.partition import ModelBlock
 from zinfer.offload.block import SlabTensor
-from zinfer.weights.quantized import SlabMatrix, are_rows_of_one
+from zinfer.weights.slab_matrix import SlabMatrix, are_rows_of_one
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block, Extent, SlabLayout, SlabTensor, named_dtype
 from zinfer.requests.length_limits import LengthLimits, check_min_out_tokens
 from zinfer.weights.folder import resolve_folder
-from zinfer.weights.quantized import SlabMatrix, quantized_form
+from zinfer.weights.slab_matrix import SlabMatrix, quantized_form
 
 if TYPE_CHECKING:
     import torch

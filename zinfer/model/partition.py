@@ -24,7 +24,8 @@ from zinfer.model.quantized_forms import Form, find_form, find_rounding
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import Weight
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
-from zinfer.weights.quantized import Quantizing, Rounding, SlabMatrix, Squares, StoredMatrix, StoredPart, interleave
+from zinfer.weights.quantized import Quantizing, Rounding, Squares, StoredMatrix, StoredPart
+from zinfer.weights.slab_matrix import SlabMatrix, interleave
 
 
 @dataclass(frozen=True)

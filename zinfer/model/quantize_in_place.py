@@ -9,7 +9,7 @@ from zinfer.errors import CheckpointError, ConfigError
 from zinfer.kernels.quantize import CannotQuantize, quantize
 from zinfer.model.quantized_forms import find_form
 from zinfer.weights.parameter import QuantizedParameter
-from zinfer.weights.quantized import SlabMatrix
+from zinfer.weights.slab_matrix import SlabMatrix
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -11,7 +11,8 @@ from transformers.pytorch_utils import Conv1D
 from zinfer.config.quantization_rules import Quantization
 from zinfer.kernels.quantize import full_range, least_error_range
 from zinfer.offload.block import SlabTensor
-from zinfer.weights.quantized import Rounding, Squares, quantized_form
+from zinfer.weights.quantized import Rounding, Squares
+from zinfer.weights.slab_matrix import quantized_form
 
 KEPT_MODULES: Final = (nn.Embedding, _ConvNd)
 """Modules whose weights are never quantized."""

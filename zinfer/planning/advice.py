@@ -18,7 +18,7 @@ from zinfer.planning.memory import Request
 from zinfer.planning.plan import BatchPlan, Case, fit_batch
 from zinfer.planning.step_time import speed
 from zinfer.units import duration, human_bytes
-from zinfer.weights.quantized import SlabMatrix
+from zinfer.weights.slab_matrix import SlabMatrix
 
 _Plan = TypeVar("_Plan", BatchPlan, JobPlan)
 _QUANTIZED: Final[tuple[tuple[Literal[4, 8], int | None], ...]] = ((8, None), (4, 128))

@@ -7,7 +7,7 @@ from typing import Final
 from zinfer.model.outline import PlannedBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block, SlabTensor
-from zinfer.weights.quantized import SlabMatrix
+from zinfer.weights.slab_matrix import SlabMatrix
 
 # Cost of transformers' modules on an H200 in passes of 16,384 tokens, as bytes and touches at a copy's rate. A 16-bit
 # value is widened, squared, averaged, scaled, narrowed and weighted: seven kernels that move 36 bytes.

@@ -27,7 +27,7 @@ from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.waiting_queue import Order
 from zinfer.units import human_bytes
-from zinfer.weights.quantized import most_dequantized_bytes
+from zinfer.weights.slab_matrix import most_dequantized_bytes
 
 if TYPE_CHECKING:
     import torch

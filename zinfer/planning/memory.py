@@ -16,7 +16,7 @@ from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block
 from zinfer.probe.limits import MachineLimits
 from zinfer.units import human_bytes
-from zinfer.weights.quantized import most_dequantized_bytes
+from zinfer.weights.slab_matrix import most_dequantized_bytes
 
 if TYPE_CHECKING:
     import torch

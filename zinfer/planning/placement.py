@@ -24,7 +24,7 @@ from zinfer.offload.partition import WHOLE, Partition
 from zinfer.planning.host_placement import HostPlanner, HostSide, HostSizes, spread
 from zinfer.probe.limits import MachineLimits
 from zinfer.units import human_bytes
-from zinfer.weights.quantized import SlabMatrix
+from zinfer.weights.slab_matrix import SlabMatrix
 
 _DEFAULT_NUM_SLOTS: Final = 2
 _MIXED_NUM_SLOTS: Final = 3  # one in use, one filling from host memory, one filling from disk

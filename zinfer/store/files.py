@@ -33,7 +33,7 @@ from zinfer.weights.checkpoint import EXPLICIT_KEY, INDEX_NAME, text_files
 from zinfer.weights.folder import listed
 from zinfer.weights.header import DTYPES, LENGTH_BYTES, parse_object
 from zinfer.weights.native import FORMAT_VERSION, MANIFEST_NAME, METHOD, Identity, Manifest
-from zinfer.weights.quantized import SlabMatrix
+from zinfer.weights.slab_matrix import SlabMatrix
 
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -28,7 +28,8 @@ from zinfer.weights import Checkpoint, TensorEntry
 from zinfer.weights.checkpoint import weights_sample
 from zinfer.weights.folder import absolute
 from zinfer.weights.native import MANIFEST_NAME, Manifest, StoredParameter
-from zinfer.weights.quantized import SlabMatrix, Squares, StoredMatrix, find_stored_scheme
+from zinfer.weights.quantized import Squares, StoredMatrix, find_stored_scheme
+from zinfer.weights.slab_matrix import SlabMatrix
 
 
 @dataclass(frozen=True)
