@@ -148,7 +148,10 @@ def test_the_passes_of_the_last_call_are_predicted(folder: Path) -> None:
             own = [{"prompt_token_ids": [10 + index, *range(10, 9 + size)]} for index, size in enumerate(lens)]
             llm.reset_prefix_cache()
             llm.generate(own, SamplingParams(max_new_tokens=5, ignore_eos=True))
-            assert llm.predict_passes() == llm.predict(lens, 5)
+            found, expected = llm.predict_passes(), llm.predict(lens, 5)
+            assert (found.num_passes, found.tokens_per_pass) == (expected.num_passes, expected.tokens_per_pass)
+            assert found.seconds == pytest.approx(expected.seconds)
+            assert found.busy_s == pytest.approx(expected.busy_s)
 
 
 def test_as_many_params_as_prompts(llm: LLM) -> None:
