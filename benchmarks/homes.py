@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from zinfer.model.build import build_meta_model
+from zinfer.model.matching import match_weights
 from zinfer.model.partition import ModelBlock, partition_model
-from zinfer.model.weight_matching import match_weights
 from zinfer.offload.block import Block
 from zinfer.weights import Checkpoint
 

@@ -11,8 +11,8 @@ import torch
 
 import zinfer
 from zinfer.model.build import build_meta_model
+from zinfer.model.matching import match_weights
 from zinfer.model.partition import partition_model
-from zinfer.model.weight_matching import match_weights
 from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Block
 from zinfer.offload.chunks import covered_bytes

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from zinfer.engine.finite_check import FiniteWatch
 from zinfer.errors import ConfigError
-from zinfer.model.layers import find_layers
+from zinfer.model.partition import find_layers
 from zinfer.offload.stats import RunStats
 from zinfer.planning.step_time import PassTime, Prediction
 

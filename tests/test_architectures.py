@@ -10,7 +10,7 @@ from loading_support import DISK, Tensors, changed, keep, refused
 from transformers import AutoConfig, BertForMaskedLM, BertForPreTraining
 
 from zinfer.errors import CheckpointError, ConfigError
-from zinfer.model.architectures import find_class
+from zinfer.model.build import find_class
 
 
 @pytest.mark.parametrize(

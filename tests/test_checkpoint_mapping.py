@@ -132,7 +132,7 @@ def test_what_would_change_bytes_is_refused(
     tensors["model.layers.0.mlp.up.weight"] = tensors.pop(name)
     write_safetensors(tmp_path / "model.safetensors", tensors)
     rule = WeightConverter("mlp.up.weight", "mlp.up_proj.weight", [operation])
-    monkeypatch.setattr("zinfer.model.conversion_mapping.get_model_conversion_mapping", lambda model: [rule])
+    monkeypatch.setattr("zinfer.model.matching.get_model_conversion_mapping", lambda model: [rule])
     message = rf"mlp\.up\.weight: {name} is made of it by {type(operation).__name__}.* not available yet"
     with pytest.raises(CheckpointError, match=message):
         zinfer.init_inference(tmp_path, device="cpu")

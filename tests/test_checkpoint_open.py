@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
-from zinfer.model.weight_matching import match_weights
+from zinfer.model.matching import match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.weights import Checkpoint
 

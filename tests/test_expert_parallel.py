@@ -27,10 +27,10 @@ import zinfer
 from zinfer.errors import ConfigError
 from zinfer.inject import grouped_experts
 from zinfer.model.build import build_meta_model
+from zinfer.model.matching import match_weights
 from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.sharding.weights import CutTensor
-from zinfer.model.weight_matching import match_weights
 from zinfer.offload.block import Extent, SlabTensor
 from zinfer.offload.stats import RunStats
 from zinfer.weights import Checkpoint, TensorEntry

@@ -19,10 +19,10 @@ from test_tensor_parallel import Found, check_alike, computed, texts
 
 from zinfer.errors import ConfigError
 from zinfer.model.build import build_meta_model
+from zinfer.model.matching import match_weights
 from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.sharding.weights import CutTensor
-from zinfer.model.weight_matching import match_weights
 from zinfer.offload.block import Extent, SlabTensor
 from zinfer.weights import Checkpoint
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel, PreTrainedModel
 
 from zinfer.errors import CheckpointError, ConfigError, ZinferError
-from zinfer.model.weight_matching import load_buffers
+from zinfer.model.matching import load_buffers
 
 __all__ = ["batch", "llama", "sharded"]  # fixtures
 

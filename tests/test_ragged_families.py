@@ -10,7 +10,7 @@ from ragged_models import FAMILIES, Reference, tiny_model
 import zinfer
 from zinfer.batching.adapters import patch_attention
 from zinfer.errors import ConfigError
-from zinfer.model.batching_support import INTERFACED, check_family, is_known
+from zinfer.model.families import INTERFACED, check_family, is_known
 from zinfer.model.module_patches import ModulePatches
 
 

@@ -17,13 +17,13 @@ from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
 from zinfer.model.build import build_meta_model
 from zinfer.model.families import FAMILIES
+from zinfer.model.matching import match_weights
 from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.heads import Heads
 from zinfer.model.sharding.plans import find_plan
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.sharding.weights import CutTensor
-from zinfer.model.weight_matching import match_weights
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, SlabLayout, SlabTensor
 from zinfer.offload.chunks import covered_bytes

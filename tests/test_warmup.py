@@ -21,7 +21,7 @@ from zinfer.cli import app
 from zinfer.engine import kernel_cache
 from zinfer.errors import JobError
 from zinfer.jobs.warmup import warm_up
-from zinfer.model.shorter_model import ShorterModel
+from zinfer.model.stage import ShorterModel
 
 ON_CPU = {"zinfer": {"device": "cpu"}}
 

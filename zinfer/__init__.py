@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from zinfer.config.quantization_rules import QuantizationConfig, QuantizationType
     from zinfer.engine.engine import InferenceEngine
     from zinfer.engine.entry import init_inference, initialize
-    from zinfer.model.on_device import OnDevice
-    from zinfer.model.quantize_in_place import quantize_transformer
+    from zinfer.model.build import OnDevice
+    from zinfer.model.quantize import quantize_transformer
     from zinfer.planning.job_plan import Job
     from zinfer.requests.completion import Completion
     from zinfer.requests.sampling_params import SamplingParams
@@ -71,11 +71,11 @@ _HOMES: Final = {
     "StructuredOutputsParams": "zinfer.requests.structured_outputs",
     "InferenceEngine": "zinfer.engine.engine",
     "Job": "zinfer.planning.job_plan",
-    "OnDevice": "zinfer.model.on_device",
+    "OnDevice": "zinfer.model.build",
     "init_distributed": "zinfer.comm",
     "init_inference": "zinfer.engine.entry",
     "initialize": "zinfer.engine.entry",
-    "quantize_transformer": "zinfer.model.quantize_in_place",
+    "quantize_transformer": "zinfer.model.quantize",
     "QuantizationConfig": "zinfer.config.quantization_rules",
     "QuantizationType": "zinfer.config.quantization_rules",
     "DeepSpeedConfigError": "zinfer.compat.inference",

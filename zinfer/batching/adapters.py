@@ -18,7 +18,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 
 from zinfer.batching.attention import attend
 from zinfer.kernels.attention_arguments import AttentionRule
-from zinfer.model.batching_support import ADAPTED, check_family
+from zinfer.model.families import ADAPTED, check_family
 from zinfer.model.module_patches import ModulePatches
 from zinfer.model.sharding.heads import head_range
 

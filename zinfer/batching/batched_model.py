@@ -30,8 +30,8 @@ from zinfer.engine.division import Prepare
 from zinfer.engine.input_errors import InputErrors
 from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import GraphCounts
-from zinfer.model.batching_support import check_family
 from zinfer.model.context_length import read_limits
+from zinfer.model.families import check_family
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec, common_window, count_experts
 from zinfer.offload.stats import RunStats

@@ -19,7 +19,7 @@ from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.kv_cache.host import HostedKVCache
 from zinfer.kv_cache.swap import SwapPlace
-from zinfer.model.batching_support import wants_mask
+from zinfer.model.families import wants_mask
 from zinfer.model.module_patches import ModulePatches
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.kv_budget import BatchingBudget

@@ -17,7 +17,7 @@ from zinfer.config.source import config_keys
 from zinfer.errors import ConfigError
 from zinfer.inject.injection import has_fused_kernels
 from zinfer.model.families import FAMILIES
-from zinfer.model.quantize_in_place import quantize_transformer
+from zinfer.model.quantize import quantize_transformer
 
 __all__ = [
     "Config",

@@ -9,7 +9,7 @@ from torch import nn
 from zinfer.compat.missing import sentence_for
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError
-from zinfer.model.on_device import OnDevice
+from zinfer.model.build import OnDevice
 
 __all__ = ["Init"]
 

@@ -12,11 +12,10 @@ from zinfer.engine.shard_hooks import ShardHooks, find_shard
 from zinfer.engine.stage_hooks import StageHooks, find_stage
 from zinfer.errors import ConfigError
 from zinfer.model.build import find_dtype
+from zinfer.model.matching import match_weights
 from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.sharding import Sharding
-from zinfer.model.shorter_model import ShorterModel
-from zinfer.model.stage import StageModel
-from zinfer.model.weight_matching import match_weights
+from zinfer.model.stage import ShorterModel, StageModel
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import DIVIDING, Mesh
 from zinfer.ranks.model_ranks import ModelRanks

@@ -11,13 +11,11 @@ from zinfer.config import Settings
 from zinfer.engine.estimator import beside_weights
 from zinfer.errors import ConfigError
 from zinfer.inject.fusion_groups import FusionGroup, find_packs, packs_in
-from zinfer.model.build import find_dtype, report_device
-from zinfer.model.dtype import warn_of_overflow
-from zinfer.model.leaf_modules import warn_of_missing
-from zinfer.model.partition import ModelBlock, partition_model
+from zinfer.model.build import find_dtype, report_device, warn_of_overflow
+from zinfer.model.matching import Weight, load_buffers, match_weights
+from zinfer.model.partition import ModelBlock, partition_model, warn_of_missing
 from zinfer.model.sharding.sharding import Sharding
-from zinfer.model.shorter_model import ShorterModel
-from zinfer.model.weight_matching import Weight, load_buffers, match_weights
+from zinfer.model.stage import ShorterModel
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.reader import ReadObserver
 from zinfer.nvme.scratch import ScratchFile

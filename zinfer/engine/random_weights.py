@@ -21,12 +21,11 @@ from transformers import PreTrainedModel
 from zinfer.config import Settings
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.routing import skew_routers
-from zinfer.model.build import find_dtype, report_device
-from zinfer.model.dtype import warn_of_overflow
+from zinfer.model.build import find_dtype, report_device, warn_of_overflow
+from zinfer.model.matching import load_buffers
 from zinfer.model.partition import ModelBlock
 from zinfer.model.sharding.sharding import Sharding
-from zinfer.model.shorter_model import ShorterModel
-from zinfer.model.weight_matching import load_buffers
+from zinfer.model.stage import ShorterModel
 from zinfer.nvme.aligned import align_up
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.offload.block import Extent

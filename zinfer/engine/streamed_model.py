@@ -33,8 +33,8 @@ from zinfer.errors import ConfigError, LengthError
 from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.model.build import find_model
 from zinfer.model.context_length import check_min_out_tokens
-from zinfer.model.experts import check_num_experts
 from zinfer.model.partition import ModelBlock
+from zinfer.model.spec import check_num_experts
 from zinfer.nvme.pool import call_all, start_thread
 from zinfer.offload.partition import WHOLE
 from zinfer.offload.stats import RunStats

@@ -22,7 +22,7 @@ from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import ConfigError
 from zinfer.jobs.token_rows import by_length, padded, read_token_rows
 from zinfer.model.build import build_meta_model
-from zinfer.model.quantized_forms import find_form
+from zinfer.model.quantize import find_form
 from zinfer.weights import Checkpoint
 from zinfer.weights.slab_matrix import SlabMatrix
 

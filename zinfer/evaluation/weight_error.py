@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.model.build import build_meta_model
-from zinfer.model.weight_matching import match_weights
+from zinfer.model.matching import match_weights
 from zinfer.weights import Checkpoint, JoinedTensor, TensorEntry
 from zinfer.weights.quantized import StoredMatrix, find_stored_scheme
 

@@ -38,7 +38,7 @@ from zinfer.jobs.report import Moment, Timeline
 from zinfer.jobs.request import JobRequest, Task, kept_message
 from zinfer.jobs.summary import weights_line
 from zinfer.jobs.weights import Weights, find_other_bytes
-from zinfer.model.batching_support import check_family
+from zinfer.model.families import check_family
 from zinfer.model.padding import RowSharing, find_row_sharing
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.planning.job_plan import ROWS_TOGETHER

@@ -18,7 +18,7 @@ from zinfer.engine.kernel_cache import check_kernel_cache, kernels_name, note_co
 from zinfer.engine.prepare import PreparedModel
 from zinfer.errors import JobError
 from zinfer.model.sharding.sharding import Sharding
-from zinfer.model.shorter_model import ShorterModel
+from zinfer.model.stage import ShorterModel
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.units import duration

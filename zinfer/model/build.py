@@ -1,25 +1,39 @@
-"""Builds the module tree of a model with parameters on the meta device, or checks one that was passed in."""
+"""Builds the module tree of a model with parameters on the meta device, or checks one that was passed in.
+
+The class is the one that `architectures` names in config.json. `OnDevice` is DeepSpeed's context manager to build a
+module without its weights.
+"""
 
 import logging
 import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Final, cast
 
 import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
-from zinfer.model.architectures import find_class
-from zinfer.model.dtype import cast_parameters, restore_fp32_modules
-from zinfer.model.layers import check_classes, find_repeated
+from zinfer.model.partition import check_classes, find_repeated
 from zinfer.weights import Checkpoint
 from zinfer.weights.checkpoint import TOKEN_KEYS, check_config, check_token_ids, read_config
 
@@ -282,3 +296,138 @@ def find_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype that a model computes in: that of its first floating-point parameter."""
     own = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     return model.dtype if isinstance(model, PreTrainedModel) else own
+
+
+_ENCODER_DECODERS: Final[tuple[Any, ...]] = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
+_DECODERS: Final[tuple[Any, ...]] = (MODEL_FOR_CAUSAL_LM_MAPPING,)
+# Masked language models first: the causal classes of such families are decoder variants, which few checkpoints hold.
+_OTHERS: Final[tuple[Any, ...]] = (MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
+
+
+def find_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the class that ``config.architectures`` names, or the family's usual one if it names none.
+
+    A name that transformers does not know is often a variant of the family's causal language model, which is then used
+    instead; matching the weights shows whether it fits.
+
+    Raises:
+        ConfigError: transformers has no class for it.
+    """
+    names = list(config.architectures or ())
+    for name in names:
+        named: Any = getattr(transformers, name, None)
+        is_model = isinstance(named, type) and issubclass(named, PreTrainedModel)
+        if is_model and isinstance(config, named.config_class or ()):
+            found: type[PreTrainedModel] = named
+            return found
+    if names:
+        mappings = () if config.is_encoder_decoder else _DECODERS
+    else:
+        mappings = _ENCODER_DECODERS if config.is_encoder_decoder else _OTHERS
+    for mapping in mappings:
+        if type(config) in mapping:
+            usual: Any = mapping[type(config)]
+            found = usual[0] if isinstance(usual, tuple) else usual
+            return found
+    stated = f"architectures names {', '.join(names)}" if names else "architectures names no class"
+    raise ConfigError(f"{stated}, and there is none for a {config.model_type} model; name one that transformers has")
+
+
+# Families trained in bfloat16, which overflow in float16. T5: transformers pull request 20287; Gemma: the model cards.
+_OVERFLOWING: Final = frozenset(
+    {"t5", "mt5", "umt5", "longt5", "switch_transformers", "t5gemma"}
+    | {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "recurrent_gemma", "paligemma"}
+)
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters to this dtype, except those that transformers keeps in float32.
+
+    Unlike `module.to`, this keeps the dtype of buffers of transformers' models, such as rotary frequencies. Buffers of
+    a plain module are cast like its weights.
+    """
+    restore_fp32_modules(model, dtype)
+    kept = _kept_in_float32(model, dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not kept.intersection(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    if not isinstance(model, PreTrainedModel):
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+
+
+def restore_fp32_modules(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast back to float32 the parameters that transformers keeps in float32 in a model of this dtype."""
+    kept = _kept_in_float32(model, dtype)
+    for name, parameter in model.named_parameters():
+        if kept.intersection(name.split(".")):
+            parameter.data = parameter.data.float()
+
+
+def warn_of_overflow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Log a warning if the dtype is float16 and the model's family is known to overflow in it."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if dtype == torch.float16 and model_type in _OVERFLOWING:
+        log.warning(
+            "dtype is float16, but %s models were trained in bfloat16 and are known to overflow in it: infinities, "
+            "NaN or wrong text; set dtype to bf16, or leave it out: the checkpoint's own is the default",
+            model_type,
+        )
+
+
+def _kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
+    """Return the name parts of parameters that stay in float32, as transformers' models list them."""
+    names: set[str] = set()
+    if dtype == torch.float16:
+        names.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        names.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return frozenset(names)
+
+
+_MAKERS: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.tensor})
+
+
+class OnDevice(TorchFunctionMode):
+    """Context manager that builds modules on a device and in a dtype; on the meta device they take no memory.
+
+    Pass such a module to `zinfer.init_inference` together with ``checkpoint=``.
+
+    Args:
+        dtype: of floating-point tensors made without an explicit dtype; torch's default dtype, which transformers sets
+            to the config's, is overridden.
+        device: "meta", or any other.
+        enabled: False: do nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._enabled = enabled
+
+    def __enter__(self) -> "OnDevice":
+        if self._enabled:
+            self._device.__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled:
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            self._device.__exit__(kind, error, trace)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _MAKERS and (kwargs or {}).get("dtype") is None and made.is_floating_point():
+            return made.to(self._dtype)
+        return made

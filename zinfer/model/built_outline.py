@@ -22,12 +22,12 @@ from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import max_positions
 from zinfer.model.known_models import KNOWN_MODELS, KnownModel, known_config
+from zinfer.model.matching import Weight, match_weights
 from zinfer.model.outline import MADE_UP_NAME, MADE_UP_OFFSET, STORED_NAME, Outline
 from zinfer.model.partition import ModelBlock, partition_model
-from zinfer.model.quantized_forms import KEPT_MODULES
+from zinfer.model.quantize import KEPT_MODULES
 from zinfer.model.spec import ModelSpec
 from zinfer.model.stage import Stage, StageModel
-from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Extent
 from zinfer.weights import Checkpoint, TensorEntry
 from zinfer.weights.checkpoint import read_config

@@ -182,8 +182,8 @@ def check_settings(outline: Outline, settings: Settings) -> None:
         raise ConfigError(f"checkpoint: the model is given as a folder ({outline.name}) already; remove one of the two")
     check_min_out_tokens(outline.max_positions, settings.min_out_tokens)
     if settings.block_classes or settings.num_experts is not None:
-        from zinfer.model.experts import check_num_experts
-        from zinfer.model.layers import check_classes
+        from zinfer.model.partition import check_classes
+        from zinfer.model.spec import check_num_experts
 
         check_classes(outline.tree, settings.block_classes)
         check_num_experts(outline.tree, settings.num_experts)

@@ -22,8 +22,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedConfig,
 
 from zinfer.errors import ConfigError
 from zinfer.model.context_length import is_encoder_decoder
-from zinfer.model.layers import find_layers
-from zinfer.model.shorter_model import ShorterModel, count_to_all_kinds
+from zinfer.model.partition import find_layers
+from zinfer.model.stage import ShorterModel, count_to_all_kinds
 
 _T = TypeVar("_T")
 _ROW: Final = 5

@@ -1,31 +1,199 @@
 """Partitions a module tree into blocks: each transformer layer, and each module that holds weights outside them.
 
 Weights tied to each other outside the layers (embedding and head) are one block with several sites of use. A module
-that several layers share is a block of its own, used while theirs are.
+that several layers share is a block of its own, used while theirs are. A configuration may name the classes of layers
+(`injection_policy`), and modules that are in one block each (`zero_optimization.leaf_module`), as DeepSpeed's does.
 """
 
+import logging
+from collections import Counter, defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.config.quantization_rules import Quantization
 from zinfer.config.settings import NO_LEAVES, LeafModules
 from zinfer.config.values import BlockClass
-from zinfer.errors import ConfigError
+from zinfer.errors import CheckpointError, ConfigError
 from zinfer.kernels.quantized import FRAGMENT_ROWS
-from zinfer.model.layers import find_layers, find_shared
-from zinfer.model.leaf_modules import find_leaves
-from zinfer.model.quantized_forms import Form, find_form, find_rounding
+from zinfer.model.matching import Weight
+from zinfer.model.quantize import Form, find_form, find_rounding
 from zinfer.model.sharding.weights import CutTensor
-from zinfer.model.weight_matching import Weight
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.weights.quantized import Quantizing, Rounding, Squares, StoredMatrix, StoredPart
 from zinfer.weights.slab_matrix import SlabMatrix, interleave
+
+log = logging.getLogger(__name__)
+
+_POLICY_KEY: Final = "injection_policy"
+_LISTS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_WITHOUT_FORWARD: Final = (nn.ModuleList, nn.ModuleDict)
+
+
+def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[str, nn.Module]:
+    """Return the layers by name, in the model's order, none inside another.
+
+    `_no_split_modules` names a family's layer classes, but also embeddings and heads: of these modules, the ones in a
+    list are layers. If it names none, layers are the members of the outermost lists of modules of one class; for a
+    module that is not one of transformers', the modules of `find_repeated`, which may be none.
+
+    Args:
+        classes: of modules that are always layers.
+
+    Raises:
+        CheckpointError: there are no layers in a transformers model.
+    """
+    modules = dict(model.named_modules())
+    chosen = {name for name, module in modules.items() if any(each.is_class_of(module) for each in classes)}
+    family = set(getattr(model, "_no_split_modules", None) or ())
+    named = {name for name, module in modules.items() if type(module).__name__ in family}
+    listed = {name for name in named if isinstance(modules[name.rpartition(".")[0]], _LISTS)}
+    found = chosen | (listed or named)
+    if not found:
+        found = _alike(model) if isinstance(model, PreTrainedModel) else find_repeated(model)
+    layers = {
+        name: module
+        for name, module in modules.items()
+        if name in found and not any(name.startswith(f"{other}.") for other in found)
+    }
+    if not layers and isinstance(model, PreTrainedModel):
+        raise CheckpointError(
+            f"{type(model).__name__} names no layer class (_no_split_modules) and holds no list of layers, so it "
+            "cannot be partitioned into blocks; name one: injection_policy={Block: (linear layers)}"
+        )
+    return layers
+
+
+def find_repeated(model: nn.Module) -> set[str]:
+    """Return the names of modules, with weights and a forward, that share a list or Sequential with another module of
+    their class."""
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            kinds = Counter(map(type, module._modules.values()))
+            found |= {
+                f"{name}.{key}" if name else key
+                for key, member in module._modules.items()
+                if kinds[type(member)] > 1 and not isinstance(member, _WITHOUT_FORWARD) and _has_weights(member)
+            }
+    return found
+
+
+def _has_weights(module: nn.Module | None) -> bool:
+    return module is not None and any(True for _ in module.parameters())
+
+
+def check_classes(model: nn.Module, classes: Sequence[BlockClass]) -> None:
+    """Refuse an injection policy that was written for another model.
+
+    Raises:
+        ConfigError: names the class, or the linear layer, that the model lacks.
+    """
+    modules = dict(model.named_modules())
+    for each in classes:
+        if each.is_class_of(model):
+            raise ConfigError(f"{_POLICY_KEY}: {each.name} is the model itself; name the class of the blocks in it")
+        blocks = [name for name, module in modules.items() if each.is_class_of(module)]
+        if not blocks:
+            kinds = sorted({type(module).__name__ for module in modules.values()})
+            raise ConfigError(
+                f"{_POLICY_KEY}: no module of {type(model).__name__} is a {each.name}; its modules are "
+                f"{', '.join(kinds)}"
+            )
+        for linear in each.linears:
+            if not any(name.endswith(linear) for name in modules):
+                raise ConfigError(
+                    f"{_POLICY_KEY}.{each.name}: {linear!r} is the end of no module's name in {type(model).__name__}; "
+                    f"those of {blocks[0]} are "
+                    f"{', '.join(name for name, _ in modules[blocks[0]].named_modules() if name)}"
+                )
+
+
+def find_shared(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[nn.Module]:
+    """Return modules with weights shared by several layers, or by a layer and the rest of the model.
+
+    Only the outermost modules count: parts of a shared module with the same holders are left out.
+    """
+    holders: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)
+    for module in _outside(model, set(layers.values())):
+        holders[module].add(None)
+    for layer in layers.values():
+        for module in layer.modules():
+            holders[module].add(layer)
+    shared = {each for each, found in holders.items() if len(found) > 1 and _has_weights(each)}
+    parts = {(part, each) for each in shared for part in each.modules() if part is not each}
+    return shared - {part for part, each in parts if holders[part] == holders[each]}
+
+
+def _outside(module: nn.Module, layers: Container[nn.Module]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if child not in layers:
+            yield from _outside(child, layers)
+
+
+def _alike(model: nn.Module) -> set[str]:
+    """Return the names of members of lists whose modules are all of one class and have submodules."""
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        members = list(module.children()) if isinstance(module, nn.ModuleList) else []
+        if len({type(member) for member in members}) == 1 and any(True for _ in members[0].children()):
+            found |= {f"{name}.{key}" for key, _ in module.named_children()}
+    return found
+
+
+_LEAVES_KEY: Final = "zero_optimization.leaf_module"
+
+
+def find_leaves(model: nn.Module, layers: Iterable[str], leaves: LeafModules) -> set[nn.Module]:
+    """Return the modules that are leaves, each of which is to be in one block.
+
+    Args:
+        layers: names of the model's layers, which are blocks.
+
+    Raises:
+        ConfigError: a leaf contains layers.
+    """
+    found: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if not _is_leaf(name, module, leaves):
+            continue
+        inside = [layer for layer in layers if not name or layer.startswith(f"{name}.")]
+        if inside:
+            raise ConfigError(
+                f"{_LEAVES_KEY}: {name or 'the model itself'}, a {type(module).__name__}, contains layers, such as "
+                f"{inside[0]}, which stream one by one; name layers, modules in them, or modules outside"
+            )
+        found.add(module)
+    return found
+
+
+def warn_of_missing(model: nn.Module, leaves: LeafModules) -> None:
+    """Log the names that no module has; of classes, which may be listed for several families, if none has any."""
+    modules = dict(model.named_modules())
+    missing = [each for each in leaves.names if each not in modules]
+    missing += [each for each in leaves.suffixes if not any(name.endswith(each) for name in modules)]
+    if leaves.classes and not any(_has_class(module, leaves) for module in modules.values()):
+        missing += leaves.classes
+    if missing:
+        log.warning("%s: %s has no module for %s", _LEAVES_KEY, type(model).__name__, ", ".join(missing))
+
+
+def _is_leaf(name: str, module: nn.Module, leaves: LeafModules) -> bool:
+    is_named = name in leaves.names or any(name.endswith(each) for each in leaves.suffixes)
+    return is_named or _has_class(module, leaves)
+
+
+def _has_class(module: nn.Module, leaves: LeafModules) -> bool:
+    kind = type(module)
+    return kind.__name__ in leaves.classes or f"{kind.__module__}.{kind.__qualname__}" in leaves.classes
 
 
 @dataclass(frozen=True)

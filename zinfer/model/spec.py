@@ -1,7 +1,7 @@
 """`ModelSpec`: the widths that memory and time follow from, read from a model's transformers config.
 
 No module is built, and sizes are never underestimated: a value that the config does not state is taken as the largest
-usual in its family.
+usual in its family. Imports no torch: the spec of a published model is stored.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from zinfer.errors import PlanError
+from zinfer.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:  # the spec of a published model is stored, and used without both
     import torch
+    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from zinfer.model.sharding.cut import Shard
 
 # Activations that torch computes in one operation; the others are written out in Python, with intermediates.
 _ONE_OPERATION: Final = frozenset({"relu", "silu", "swish", "gelu", "gelu_pytorch_tanh", "tanh", "sigmoid", "relu6"})
@@ -337,3 +340,27 @@ def _widest(text: PretrainedConfig, *names: str) -> int:
     values = [getattr(layer, name, None) for layer in _layer_configs(text) for name in names]
     flat = [item for value in values for item in (value if isinstance(value, Iterable) else [value])]
     return max((int(item) for item in flat if item), default=0)
+
+
+def check_num_experts(model: nn.Module, num_experts: int | None) -> None:
+    """Raise ConfigError if the model has another number of experts than ``num_experts``; None: not stated."""
+    config: Any = getattr(model, "config", None)
+    if num_experts is None:
+        return
+    found = count_experts(config.get_text_config()) if hasattr(config, "get_text_config") else 0
+    if found != num_experts:
+        has = f"{found} experts" if found else "no experts"
+        raise ConfigError(
+            f"moe.moe_experts is {num_experts}, but a {type(model).__name__} has {has} in each mixture; correct it, or "
+            "leave it out"
+        )
+
+
+def check_ranks(num_experts: int, shard: Shard, holder: str) -> None:
+    """Raise ConfigError if more ranks are to divide experts than there are; ``holder`` names what has them."""
+    groups = shard.by_number
+    if num_experts < groups.size:
+        raise ConfigError(
+            f"{groups.key} (ep_size) = {groups.size} is more than the {num_experts} experts of {holder}; divide them "
+            f"among {num_experts} ranks at most, and let further ones be replicas (zinfer.parallel.replicas)"
+        )

@@ -1,16 +1,19 @@
-"""`StageModel`: a module tree with one stage's part of the layers, for pipeline parallelism.
+"""Modules with some of their layers: `ShorterModel`, and `StageModel` for one stage of a pipeline.
 
-Layers of other stages leave the module, as `ShorterModel` describes.
+[Note: a shorter model]
+Other layers leave the module's list, so they are neither read nor homed, and nothing calls them. The config states the
+number and kinds of the layers that are left, and these are numbered from 0; so caches, pages and budgets are those of
+the shorter model. Names of parameters stay those of the whole one.
 
-Embeddings are on the first stage, the head and what follows the layers in the tree on the last; elsewhere modules
-without weights stand for them. Their outputs are not used: the stage's first layer gets the hidden states of the stage
-before. Other modules in front of the layers, such as OPT's projections, are small and stay on every stage.
+Embeddings are on the first stage of a pipeline, the head and what follows the layers in the tree on the last; elsewhere
+modules without weights stand for them. Their outputs are not used: the stage's first layer gets the hidden states of
+the stage before. Other modules in front of the layers, such as OPT's projections, are small and stay on every stage.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Final
+from functools import cache, partial
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -18,9 +21,132 @@ from transformers import PreTrainedModel
 
 from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
-from zinfer.model.batching_support import check_family
-from zinfer.model.layers import find_layers
-from zinfer.model.shorter_model import ShorterModel
+from zinfer.model.families import check_family
+from zinfer.model.partition import find_layers
+
+_BY_LAYER: Final = ("layer_types", "mlp_layer_types")
+"""Members of a config with an entry for each layer."""
+_T = TypeVar("_T")
+
+
+class ShorterModel:
+    """Cuts a model down to some of its layers with `apply`, until `undo`; reads no weights.
+
+    Args:
+        model: whose code calls its layers one after the other.
+        layers: all of them, by name.
+        bounds: the first layer that stays, and the first one after it that does not.
+        absent: what takes the place of other modules, by their paths.
+
+    Attributes:
+        layers: those that stay, by name.
+        num_all: the number of layers before.
+
+    Raises:
+        ConfigError: the layers are not one list, or the config cannot state fewer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Mapping[str, nn.Module],
+        bounds: tuple[int, int],
+        absent: Mapping[str, nn.Module],
+    ) -> None:
+        self._model, self._absent = model, absent
+        self._begin, self.num_all = bounds[0], len(layers)
+        self._list = _list_of(model, layers)
+        self.layers = dict(list(layers.items())[slice(*bounds)])
+        self._undone: list[Callable[[], object]] = []
+        config = model.config.get_text_config(decoder=True)
+        for name in ("num_hidden_layers", *(name for name, _ in _lists_by_layer(config, len(layers)))):
+            held = getattr(type(config), config.attribute_map.get(name, name), None)
+            if not hasattr(config, name) or getattr(held, "fset", config) is None:
+                raise ConfigError(f"the config of a {type(model).__name__} states no {name} that could be lowered")
+
+    @classmethod
+    def of_each_kind(cls, model: PreTrainedModel, classes: Sequence[BlockClass] = ()) -> "ShorterModel":
+        """Return the model with its first layers, as few as have all kinds among them: one, where all are alike.
+
+        Args:
+            classes: of modules that are layers too.
+        """
+        layers = find_layers(model, classes)
+        return cls(model, layers, (0, count_to_all_kinds(model, layers)), {})
+
+    def apply(self) -> None:
+        """Cut the model down; call it once, or again after `undo`."""
+        assert not self._undone, "the model is cut down already"
+        own = set(self.layers.values())
+        self._replace(self._list, {key: layer for key, layer in self._list._modules.items() if layer in own})
+        for path, stand_in in self._absent.items():
+            parent, _, leaf = path.rpartition(".")
+            module = self._model.get_submodule(parent)
+            self._replace(module, {**module._modules, leaf: stand_in})
+        for layer in self.layers.values():
+            for module in layer.modules():
+                if isinstance(number := vars(module).get("layer_idx"), int):
+                    self._set(module, "layer_idx", number - self._begin)
+        config: Any = self._model.config.get_text_config(decoder=True)
+        for name, values in _lists_by_layer(config, self.num_all):
+            self._set(config, name, values[self._begin : self._begin + len(self.layers)])
+        self._set(config, "num_hidden_layers", len(self.layers))
+
+    def undo(self) -> None:
+        """Give the model all its modules again; parameters are left. Idempotent."""
+        while self._undone:
+            self._undone.pop()()
+
+    def own(self, weights: Mapping[str, _T]) -> dict[str, _T]:
+        """Return what is given by the names of parameters and buffers, for those that are left."""
+        held = self._model.state_dict(keep_vars=True)
+        return {name: weight for name, weight in weights.items() if name in held}
+
+    def _replace(self, parent: nn.Module, modules: Mapping[str, nn.Module | None]) -> None:
+        self._undone.append(partial(_hold, parent, dict(parent._modules)))
+        _hold(parent, modules)
+
+    def _set(self, target: Any, name: str, value: object) -> None:
+        self._undone.append(partial(setattr, target, name, getattr(target, name)))
+        setattr(target, name, value)
+
+
+def count_to_all_kinds(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> int:
+    """Return how many of these layers, from the first one, have all kinds among them."""
+    kinds = [*_kinds(model, layers)]
+    return 1 + max(map(kinds.index, set(kinds)))
+
+
+def _kinds(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> Iterator[Hashable]:
+    """Yield what tells the kind of each layer: what the config calls it, and its modules' classes and shapes."""
+    config = model.config.get_text_config(decoder=True)
+    lists = [values for _, values in _lists_by_layer(config, len(layers))]
+    for number, layer in enumerate(layers.values()):
+        classes = [type(module) for module in layer.modules()]
+        shapes = [(name, each.shape) for name, each in layer.named_parameters()]
+        yield (*(str(values[number]) for values in lists), *classes, *shapes)
+
+
+def _lists_by_layer(config: Any, num_layers: int) -> Iterator[tuple[str, Sequence[Any]]]:
+    for name in _BY_LAYER:
+        values = getattr(config, name, None)
+        if isinstance(values, list | tuple) and len(values) == num_layers:
+            yield name, values
+
+
+def _hold(parent: nn.Module, modules: Mapping[str, nn.Module | None]) -> None:
+    """Give a module these submodules, in this order."""
+    parent._modules.clear()
+    parent._modules.update(modules)
+
+
+def _list_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.ModuleList:
+    paths = {name.rpartition(".")[0] for name in layers}
+    found = model.get_submodule(next(iter(paths)))
+    if len(paths) != 1 or not isinstance(found, nn.ModuleList) or len(found) != len(layers):
+        raise ConfigError(f"the layers of a {type(model).__name__} are not one list, of which some could stay")
+    return found
+
 
 _KEY: Final = "zinfer.parallel.pipeline"
 

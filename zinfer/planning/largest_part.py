@@ -2,11 +2,11 @@
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError
-from zinfer.model.experts import check_ranks
 from zinfer.model.outline import Outline
 from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.heads import can_divide
 from zinfer.model.sharding.plans import EVERYTHING_ELSE, divides_experts, find_plan, is_divided
+from zinfer.model.spec import check_ranks
 from zinfer.model.stage import Stage
 from zinfer.ranks.mesh import Mesh
 

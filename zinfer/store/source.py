@@ -17,11 +17,11 @@ from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.build import build_meta_model
+from zinfer.model.matching import Weight, match_weights
 from zinfer.model.partition import ModelBlock, find_extents, partition_model
 from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.sharding import Sharding
-from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, SlabLayout
 from zinfer.store.files import BlockFile, name_prefix
 from zinfer.weights import Checkpoint, TensorEntry

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zinfer.config.quantization_rules import Quantization
-from zinfer.model.weight_matching import Weight
+from zinfer.model.matching import Weight
 from zinfer.weights.quantized import StoredMatrix, Units
 
 

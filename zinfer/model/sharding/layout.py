@@ -11,12 +11,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.errors import ConfigError
-from zinfer.model.experts import check_ranks
 from zinfer.model.sharding import plans
 from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.heads import Heads, heads_in
 from zinfer.model.sharding.matrices import matrix_dim
+from zinfer.model.spec import check_ranks
 
 ATTENTION: Final = re.compile(r"attn|attention", re.IGNORECASE)
 _OF_KEYS: Final = re.compile(r"(^|\.)(k_proj|v_proj)$")

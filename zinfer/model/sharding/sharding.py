@@ -13,7 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from zinfer.config.parallel import TensorParallel
 from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
-from zinfer.model.layers import find_layers
+from zinfer.model.matching import Weight
+from zinfer.model.partition import find_layers
 from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.layout import LayerCuts, LayerDivider
@@ -21,7 +22,6 @@ from zinfer.model.sharding.matrices import cut_matrix
 from zinfer.model.sharding.plans import EVERYTHING_ELSE, Plan
 from zinfer.model.sharding.stated_plan import choose_plan
 from zinfer.model.sharding.weights import CutTensor
-from zinfer.model.weight_matching import Weight
 from zinfer.weights import JoinedTensor, TensorEntry
 from zinfer.weights.quantized import StoredMatrix
 
