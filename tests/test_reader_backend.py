@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,8 @@ from zinfer.nvme.backend import Backend, Buffer, OpenFile
 from zinfer.nvme.gds import GdsBackend, GdsUnavailable, choose_backend
 from zinfer.nvme.reader import DiskReadError, Reader
 from zinfer.nvme.threads import ThreadsBackend
+
+MIB = 1 << 20
 
 __all__ = ["contents", "file", "shared_file"]  # fixtures
 
@@ -187,11 +190,13 @@ class FromMemory(Backend):
     name = "memory"
     reads_device_memory = False
 
-    def __init__(self) -> None:
+    def __init__(self, in_memory: bool = False) -> None:
         self.closed = 0
+        self.started: list[int] = []
+        self._in_memory = in_memory
 
     def open(self, path: Path) -> OpenFile:
-        return HeldFile(path)
+        return HeldFile(path, self._in_memory, self.started)
 
     def close(self) -> None:
         self.closed += 1
@@ -200,12 +205,16 @@ class FromMemory(Backend):
 class HeldFile(OpenFile):
     direct = False
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, in_memory: bool, started: list[int]) -> None:
+        self.path, self._in_memory, self._started = path, in_memory, started
         self._content = path.read_bytes()
+
+    def in_memory(self, offset: int, num_bytes: int) -> bool:
+        return self._in_memory
 
     def start(self, buffer: Buffer, offset: int) -> "Future[int]":
         assert isinstance(buffer, memoryview)
+        self._started.append(buffer.nbytes)
         part = self._content[offset : offset + buffer.nbytes]
         buffer[: len(part)] = part
         done: Future[int] = Future()
@@ -225,6 +234,25 @@ def test_the_contract_is_all_that_a_reader_asks_for(file: Path, contents: bytes)
     assert (reader.bytes_read, reader.buffered_files) == (8 * PAGE, [file])
     reader.close()
     assert backend.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "block", "expected"),
+    [
+        (False, MIB, [MIB] * 8),
+        (True, MIB, [4 * MIB] * 2),
+        (True, MIB // 2, [MIB // 2] * 16),
+        (True, 8 * MIB, [8 * MIB]),
+    ],
+)
+def test_bytes_in_memory_are_copied_in_large_requests(
+    tmp_path: Path, in_memory: bool, block: int, expected: list[int]
+) -> None:
+    (tmp_path / "data.bin").write_bytes(bytes(8 * MIB))
+    backend = FromMemory(in_memory)
+    with closing(Reader(block_bytes=block, backend=backend)) as reader:
+        reader.read(tmp_path / "data.bin", 0, buffer_of(8 * MIB))
+    assert backend.started == expected
 
 
 def test_threads_fill_host_memory_only(file: Path) -> None:
