@@ -33,6 +33,10 @@ class OpenFile(ABC):
     def direct(self) -> bool:
         """Whether reads into host memory bypass the page cache; turns False when the file system refuses that."""
 
+    def in_memory(self, offset: int, num_bytes: int) -> bool:
+        """Whether these bytes are copied from memory, not read from a disk."""
+        return False
+
     @abstractmethod
     def start(self, buffer: Buffer, offset: int) -> "Future[int]":
         """Start to fill ``buffer`` from ``offset`` (bytes) and return at once; called by any thread.

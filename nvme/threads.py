@@ -72,6 +72,9 @@ class ThreadsFile(OpenFile):
     def direct(self) -> bool:
         return self._direct
 
+    def in_memory(self, offset: int, num_bytes: int) -> bool:
+        return self._cached is not None and self._cached.hold(offset, num_bytes)
+
     def start(self, buffer: Buffer, offset: int) -> "Future[int]":
         assert isinstance(buffer, memoryview), "preadv fills host memory only"
         return self._pool.submit(partial(self._fill, buffer, offset))
@@ -85,7 +88,7 @@ class ThreadsFile(OpenFile):
 
     def _fill(self, buffer: memoryview, offset: int) -> int:
         """Read until the buffer is full or the file ends; returns the bytes read."""
-        is_cached = self._cached is not None and self._cached.hold(offset, buffer.nbytes)
+        is_cached = self.in_memory(offset, buffer.nbytes)
         done = 0
         while done < buffer.nbytes:
             fd = self._direct_fd if self._direct and not is_cached else None

@@ -48,7 +48,7 @@ from zinfer.requests.length_limits import DEFAULT_NEW_TOKENS, LengthLimits
 from zinfer.units import duration
 from zinfer.weights import Checkpoint
 from zinfer.weights.native import MANIFEST_NAME, Manifest
-from zinfer.weights.page_sums import PageSums
+from zinfer.weights.range_sums import RangeSums
 
 _PADDED_ROWS: Final = 32
 _CLASSIFIER: Final = "ForSequenceClassification"
@@ -118,7 +118,7 @@ class ExecutionMode:
         self.batch_size = request.batch_size or (_PADDED_ROWS if self._is_padded else ROWS_TOGETHER)
         self.judges_batch_size = not (request.batch_size or request.only_missing or self._is_padded or self._encodes)
         self.num_shares = num_shares
-        self.sums: PageSums | None = None
+        self.sums: RangeSums | None = None
         self.completer: Completer | None = None
         self.computing_s = 0.0
         self._timeline: Timeline | None = None
@@ -304,12 +304,12 @@ class ExecutionMode:
         return self._settings.batching.tokens_per_pass or TOKENS_PER_PASS
 
 
-def _preparing(sums: PageSums | None) -> Prepare:
+def _preparing(sums: RangeSums | None) -> Prepare:
     """Return what prepares a model whose files, and those of a packed copy of it, are watched as they are read."""
     if sums is None:
         return PreparedModel.of
 
-    def observe(checkpoint: Checkpoint) -> PageSums:
+    def observe(checkpoint: Checkpoint) -> RangeSums:
         return sums.watch(checkpoint, _prefix(checkpoint))
 
     def prepare(*parts: Any) -> PreparedModel:

@@ -44,7 +44,7 @@ from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tok
 from zinfer.store.saved_parts import open_for_rank
 from zinfer.units import duration, name_values
 from zinfer.weights.checkpoint import tokenizer_hash
-from zinfer.weights.page_sums import FileSums
+from zinfer.weights.range_sums import FileSums
 
 
 class JobRun:

@@ -10,7 +10,7 @@ from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.summary import JobSummary
 from zinfer.offload.stats import RunStats
 from zinfer.planning.job_sizes import Sizes
-from zinfer.weights.page_sums import FileSums, NewSums
+from zinfer.weights.range_sums import FileSums, NewSums
 
 
 @dataclass(frozen=True)

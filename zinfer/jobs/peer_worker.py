@@ -50,7 +50,7 @@ from zinfer.ranks.values import from_bytes, to_bytes
 from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.store.saved_parts import open_for_rank
 from zinfer.weights import Checkpoint
-from zinfer.weights.page_sums import PageSums
+from zinfer.weights.range_sums import RangeSums
 
 _NEWS_S: Final = 1.0  # of counters, for the progress that rank 0 shows
 _GRACE_S: Final = 1.0  # for news of rank 0, if the model fails with it
@@ -74,7 +74,7 @@ class PeerWorker:
         self._request = replace(request, report=None)
         self._settings = settings
         self._mode: ExecutionMode | None = None
-        self._sums: PageSums | None = None
+        self._sums: RangeSums | None = None
         self._over = threading.Event()
         self._sending = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

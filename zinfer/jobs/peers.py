@@ -48,7 +48,7 @@ from zinfer.ranks.rank_watch import watch_job
 from zinfer.ranks.sockets import end_link
 from zinfer.ranks.values import from_bytes
 from zinfer.units import name_values
-from zinfer.weights.page_sums import FileSums, PageSums
+from zinfer.weights.range_sums import FileSums, RangeSums
 
 _GRACE_S: Final = 2.0  # for news of the rank that failed first, if others fail with it
 _LATE_GRACE_S: Final = 0.2
@@ -88,7 +88,7 @@ class Peers:
         self._begin: Callable[[Iterable[tuple[int, Prompt | BadRow]]], Mapping[int, int]] = lambda missing: {}
         self._write: Callable[[int, Prompt, Answer], None] = lambda ordinal, prompt, answer: None
         self.has_started = False
-        self._sums: PageSums | None = None
+        self._sums: RangeSums | None = None
         self.hosts, self.num_in_step = group.hosts, 1
         links = open_links(group)
         self._peers = [Peer(rank, group.hosts[rank], link) for rank, link in enumerate(links, start=1)]
@@ -120,7 +120,7 @@ class Peers:
         sizes: Sizes,
         mesh: Mesh,
         recorded: Mapping[str, FileSums],
-        sums: PageSums | None,
+        sums: RangeSums | None,
     ) -> None:
         """Let all ranks load the model, while this one does.
 

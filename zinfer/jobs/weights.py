@@ -2,8 +2,8 @@
 
 A file whose size and times are as recorded is taken as it was. Of others, samples tell most other weights apart before
 anything is loaded, in milliseconds a file; all other bytes are compared with checksums as they are loaded
-([Note: pages of 4 KiB] in `zinfer.weights.page_sums`). The ranks of a job keep these together, in a file beside the
-manifest that is written before the first row.
+([Note: ranges as they are read] in `zinfer.weights.range_sums`). The ranks of a job keep these together, in a file
+beside the manifest that is written before the first row.
 """
 
 import errno
@@ -29,7 +29,7 @@ from zinfer.ranks.values import from_bytes, to_bytes
 from zinfer.weights import Checkpoint
 from zinfer.weights.folder import unreadable
 from zinfer.weights.header import TensorEntry
-from zinfer.weights.page_sums import FileSums, OtherBytes, PageSums
+from zinfer.weights.range_sums import FileSums, OtherBytes, RangeSums
 
 _SAMPLE_BYTES: Final = 4096
 _NUM_READERS: Final = 16  # at once: a disk takes its time for each
@@ -135,9 +135,9 @@ class Weights:
                 )
 
 
-def new_sums(recorded: Mapping[str, FileSums]) -> PageSums:
+def new_sums(recorded: Mapping[str, FileSums]) -> RangeSums:
     """Return the checksums of one process of a job, which compares what it reads with those recorded."""
-    return PageSums(recorded, _REMEDY)
+    return RangeSums(recorded, _REMEDY)
 
 
 def read_sums(output: Path, job: str) -> dict[str, FileSums]:
@@ -162,7 +162,7 @@ def read_sums(output: Path, job: str) -> dict[str, FileSums]:
     return dict(found) if then == job else {}
 
 
-def write_sums(output: Path, job: str, sums: PageSums) -> None:
+def write_sums(output: Path, job: str, sums: RangeSums) -> None:
     """Replace the checksums beside an output.
 
     Args:
