@@ -42,7 +42,7 @@ class Job:
 
     Attributes:
         rows, prompt, new: their number, tokens of each, and new tokens of each.
-        mixed: lengths are exponential with these means, prompts at most four times and new tokens six times as long.
+        mixed: lengths are exponential with these means, prompts at most three times and new tokens six times as long.
         home: of the weights, ``cpu`` or ``nvme``; None: where the planner puts them.
         options: of the command line.
         own: members of ``zinfer`` in the configuration.
@@ -104,7 +104,7 @@ def make_rows(job: Job) -> list[dict[str, Any]]:
     return [
         {
             "id": str(number),
-            "prompt_token_ids": [draw.randrange(10, 50000) for _ in range(length(job.prompt, 16, 4))],
+            "prompt_token_ids": [draw.randrange(10, 50000) for _ in range(length(job.prompt, 16, 3))],
             "max_new_tokens": length(job.new, 1, 6),
         }
         for number in range(job.rows)
