@@ -164,7 +164,7 @@ def until_ready_s(num_ranks: int, folder: Path) -> float:
     ready_s = time.perf_counter() - begin_s
     process.terminate()
     process.communicate()
-    return ready_s
+    return round(ready_s, 1)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
@@ -176,8 +176,9 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     files = sorted((folder / "model").glob("*.safetensors"))
     file_bytes = sum(file.stat().st_size for file in files)
     rate = PlainReads(files, best_disk_setting(files)).bytes_per_s()
-    figures: dict[str, Any] = {"benchmark": "as_started", "model": args.shape, "layers": args.layers}
-    figures |= {"ranks": args.ranks, "file_gb": round(file_bytes / 1e9, 3), "disk_gb_per_s": round(rate / 1e9, 3)}
+    layers = config_of(args).num_hidden_layers
+    figures: dict[str, Any] = {"benchmark": "as_started", "model": args.shape, "layers": layers, "ranks": args.ranks}
+    figures |= {"file_gb": round(file_bytes / 1e9, 3), "disk_gb_per_s": round(rate / 1e9, 3)}
     cases: dict[str, dict[str, Any]] = figures.setdefault("cases", {})
     for name in filter(None, args.jobs.split(",")):
         states = ("cold", "warm") if is_cold else ("warm",) if args.once else ("first", "warm")
@@ -191,7 +192,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             found["sizes_s"] = {str(size): each["computing_s"] for size, each in sized.items()}
             found["over_best"] = round(found["computing_s"] / min(found["sizes_s"].values()), 4)
     if args.serve:
-        cases["serve"] = {"ready_s": [round(until_ready_s(args.ranks, folder), 1) for _ in range(2)]}
+        cases |= {f"serve, {state}": {"ready_s": until_ready_s(args.ranks, folder)} for state in ("first", "warm")}
     publish(figures, args.out)
 
 
