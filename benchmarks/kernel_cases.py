@@ -1,6 +1,6 @@
 """Matrices, activations and tolerances that the kernels' tests and benchmarks share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -34,6 +34,25 @@ TYPICAL: Final = (
     QuantFormat(4, group_size=128, symmetric=False),
     QuantFormat(8, is_float=True),
 )
+BLOCKS_FP8: Final = QuantFormat(8, 128, is_float=True, group_rows=128, in_grid=True, scale_dtype="float32")
+MXFP8: Final = QuantFormat(8, 32, is_float=True, scale_dtype="float8_e8m0fnu")
+MXFP4: Final = QuantFormat(4, 32, is_float=True, scale_dtype="float8_e8m0fnu")
+NVFP4: Final = QuantFormat(4, 16, is_float=True, scale_dtype="float8_e4m3fn", outer="times")
+PUBLISHED: Final = (
+    BLOCKS_FP8,
+    replace(BLOCKS_FP8, scale_dtype="bfloat16"),
+    replace(BLOCKS_FP8, scale_dtype="float8_e8m0fnu"),
+    replace(BLOCKS_FP8, group_size=64, group_rows=48),
+    replace(BLOCKS_FP8, group_size=None, group_rows=None),
+    replace(BLOCKS_FP8, group_size=None, group_rows=1, scale_dtype="float16"),
+    QuantFormat(8, is_float=True, scale_dtype="float32"),
+    MXFP8,
+    MXFP4,
+    replace(MXFP4, in_grid=True),
+    NVFP4,
+    replace(NVFP4, outer="over", outer_rows=8),
+)
+"""As files store them: with scales of their own types, once a block, and of two levels."""
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 HALVES: Final = (torch.float16, torch.bfloat16)
 
@@ -97,14 +116,18 @@ def random_matrix(
 ) -> QuantizedMatrix:
     """Random codes and scales, made on the device; codes also in the unused half of an odd row's last byte."""
     matrix = QuantizedMatrix.empty(format, rows, columns, dtype, device)
-    if format.is_float:
+    if matrix.codes.dtype == torch.float8_e4m3fn:
         values = torch.randn(matrix.codes.shape, device=device) * 100
         matrix.codes.copy_(values.clamp(-448, 448).to(matrix.codes.dtype))
     else:
         first = -127 if matrix.codes.dtype == torch.int8 else 0
         matrix.codes.random_(first, 128 if matrix.codes.dtype == torch.int8 else 256)
-    largest = 100 if format.is_float else max(format.code_range)
-    matrix.scales.uniform_(0.5, 1.5).mul_(2 * _TYPICAL_SCALE / largest)
+    largest = 100 if format.is_float and format.bits == 8 else max(format.code_range)
+    scales = torch.empty(matrix.scales.shape, device=device).uniform_(0.5, 1.5).mul_(2 * _TYPICAL_SCALE / largest)
+    if matrix.outer_scales is not None:  # scales of the first level are about 100
+        outer = matrix.outer_scales.uniform_(0.005, 0.015)
+        scales.mul_(100), outer.copy_(outer if format.outer == "times" else 1 / outer)
+    matrix.scales.copy_(scales)
     if matrix.zeros is not None:
         matrix.zeros.random_(0, 16 if format.bits == 4 else 256)
     return matrix

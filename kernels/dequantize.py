@@ -1,6 +1,8 @@
 """Dequantizes a matrix, so that any product can use it."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
 import torch
@@ -9,7 +11,7 @@ import triton.language as tl
 
 from zinfer.kernels.launching import on_device
 from zinfer.kernels.marlin_layout import in_rows
-from zinfer.kernels.quantized import FRAGMENT_ROWS, SYMMETRIC_INT4_ZERO, QuantizedMatrix
+from zinfer.kernels.quantized import FLOAT4_MAGNITUDES, FRAGMENT_ROWS, SYMMETRIC_INT4_ZERO, QuantizedMatrix
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
 
 _SLICE_ELEMENTS: Final = 4 << 20  # 16 MiB in float32; the reference holds at most four slices at a time
@@ -89,15 +91,37 @@ def _dequantize_fragments(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
 def dequantize_ref(matrix: QuantizedMatrix, dtype: torch.dtype | None = None) -> torch.Tensor:
     """As `dequantize`, in plain torch; computed in float32 and rounded to ``dtype``, and once more by column scales."""
     matrix = in_rows(matrix)
-    values = codes_of(matrix).float()
-    groups = values.view(matrix.rows, matrix.scales.shape[1], -1)
+    values, size = codes_of(matrix).float(), matrix.format.group_size or matrix.columns
     if matrix.zeros is not None:
-        groups -= matrix.zeros.float().unsqueeze(-1)
-    groups *= matrix.scales.float().unsqueeze(-1)
+        _in_groups(torch.Tensor.sub_, values, matrix.zeros.float(), size)
+    _in_groups(torch.Tensor.mul_, values, scales_of(matrix), size)
     values = values.to(dtype or matrix.dtype)
     if matrix.column_scales is not None:
         values.mul_(matrix.column_scales)
     return values if matrix.column_order is None else _in_order(values, matrix.column_order, torch.empty_like(values))
+
+
+def scales_of(matrix: QuantizedMatrix) -> torch.Tensor:
+    """Return the scale of each row's groups of a matrix in row order, both levels in one: [rows, groups] float32."""
+    format, scales = matrix.format, matrix.scales.float()
+    if format.in_grid:
+        scales = _repeated(scales, format.group_rows, matrix.rows)
+    if matrix.outer_scales is not None:
+        outer = _repeated(matrix.outer_scales, format.outer_rows, matrix.rows).unsqueeze(1)
+        scales = scales * outer if format.outer == "times" else scales / outer
+    return scales
+
+
+def _repeated(scales: torch.Tensor, band: int | None, rows: int) -> torch.Tensor:
+    """Return for each row the scales that ``band`` neighbouring rows share; None: all rows do."""
+    return scales.repeat_interleave(rows if band is None else band, dim=0)[:rows]
+
+
+def _in_groups(change: Callable[..., torch.Tensor], values: torch.Tensor, numbers: torch.Tensor, size: int) -> None:
+    """Change values [rows, columns] in place by the number of their group [rows, groups]; the last may be smaller."""
+    whole = values.shape[1] // size if size else 0
+    change(values[:, : whole * size].view(len(values), whole, size), numbers[:, :whole].unsqueeze(-1))
+    change(values[:, whole * size :], numbers[:, whole:])
 
 
 def _in_order(values: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -105,13 +129,27 @@ def _in_order(values: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> t
 
 
 def codes_of(matrix: QuantizedMatrix) -> torch.Tensor:
-    """Return unpacked codes in stored order [rows, columns]: 8 bits unchanged, 4 bits as int8, about 0 if symmetric."""
+    """Return unpacked codes in stored order [rows, columns]: 8 bits unchanged, 4 bits as int8, about 0 if symmetric.
+
+    Those of e2m1 are float32 values.
+    """
     if matrix.format.bits == 8:
         return matrix.codes
     packed = in_rows(matrix).codes
+    if matrix.format.is_float:
+        pairs = _float4_pairs(packed.device)[packed.int()]
+        return pairs.flatten(1)[:, : matrix.columns]
     pairs = torch.stack((packed & 15, packed >> 4), dim=-1).view(matrix.rows, -1)[:, : matrix.columns]
     codes = pairs.to(torch.int8)
     return codes - SYMMETRIC_INT4_ZERO if matrix.format.symmetric else codes
+
+
+@cache
+def _float4_pairs(device: torch.device) -> torch.Tensor:
+    """Return the two values of each byte of e2m1 codes, the low half's first: [256, 2] float32."""
+    magnitudes = torch.tensor(FLOAT4_MAGNITUDES, device=device)
+    values, byte = torch.cat([magnitudes, -magnitudes]), torch.arange(256, device=device)
+    return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
 
 
 def has_kernels(matrix: QuantizedMatrix) -> bool:
@@ -120,6 +158,8 @@ def has_kernels(matrix: QuantizedMatrix) -> bool:
     Groups with an odd number of 4-bit codes, where a byte holds codes of two groups, are left to torch.
     """
     format, device = matrix.format, matrix.codes.device
+    if format.in_grid or format.outer is not None or format.scale_dtype is not None:
+        return False
     if device.type != "cuda" or (format.bits == 4 and (format.group_size or 0) % 2):
         return False
     return not format.is_float or torch.cuda.get_device_capability(device) >= (8, 9)

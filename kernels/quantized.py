@@ -6,8 +6,12 @@ A matrix has shape [rows, columns]: rows are output channels, columns are what a
 
 codes:  [rows, columns] int8 (symmetric 8 bits), uint8 (asymmetric 8 bits) or float8_e4m3fn;
         [rows, ceil(columns / 2)] uint8 (4 bits): column 2j in the low half of byte j, column 2j + 1 in the high half.
-scales: [rows, groups] in the dtype that products are computed in.
-zeros:  [rows, groups] uint8, asymmetric formats only. In 4-bit formats without zeros, code 8 is zero.
+        A code of 4 bits is a whole number or, as floating point, e2m1: sign, two bits of exponent, one of mantissa.
+scales: [rows, groups] in the dtype that products are computed in, or in the format's own: e8m0 is 2 ** (byte - 127).
+        In a grid [ceil(rows / group_rows), ceil(columns / group_size)]: once a block, the last ones may be smaller.
+outer_scales: [ceil(rows / outer_rows)] float32, only in formats with two levels of scales: scales are multiplied with,
+        or divided by, those of their rows.
+zeros:  [rows, groups] uint8, asymmetric formats only. In 4-bit formats of whole numbers without zeros, code 8 is zero.
 column_scales: [columns] in the dtype of scales, only in formats that scale columns: each value is multiplied by its
         column's scale; a product applies them to its input (Lin et al. 2023, "AWQ").
 column_order: [columns] int32, only in formats that order columns: the matrix's column in each stored position, so that
@@ -29,13 +33,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:  # formats need none of it: a plan of a published model is made without torch
     import torch
 
 SYMMETRIC_INT4_ZERO: Final = 8
 LARGEST_FLOAT8: Final = 448.0
+FLOAT4_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of e2m1 codes, by their lower three bits; the fourth is the sign."""
 
 FRAGMENT_ROWS: Final = 64
 """Rows of a block in fragment order."""
@@ -46,6 +52,9 @@ FRAGMENT_GROUPS: Final = (64, 128, 256)
 MOST_FUSED_TOKENS: Final = 128
 """The most tokens for the fused kernel: with 256 it was slower on an H200 (benchmarks/kernels.py)."""
 
+ScaleDtype: TypeAlias = Literal["float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn"]
+_SCALE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e8m0fnu": 1, "float8_e4m3fn": 1}
+
 
 @dataclass(frozen=True)
 class QuantFormat:
@@ -55,7 +64,8 @@ class QuantFormat:
         bits: 4 or 8.
         group_size: columns that share a scale, a divisor of the columns; None: a whole row shares one.
         symmetric: without zero points.
-        is_float: 8 bits as e4m3 floating point (Micikevicius et al. 2022, "FP8 formats for deep learning").
+        is_float: floating point: 8 bits as e4m3 (Micikevicius et al. 2022, "FP8 formats for deep learning"), 4 bits as
+            e2m1 (OCP Microscaling Formats, 2023).
         group_rows: neighbouring rows that share their scales, which are still stored once per row; None: all rows, and
             with ``group_size`` None a scale per tensor.
         scales_columns: each column has its own scale, beside those of the groups.
@@ -63,6 +73,11 @@ class QuantFormat:
         picks_columns: the matrix is a part with some groups of a wider one, in the stored order, whose ``column_order``
             names the columns of the wider one. Its input has the picked columns alone.
         in_fragments: codes and scales are in fragment order; `arranged` decides for which matrices.
+        scale_dtype: of scales as they are stored; None: the dtype of products.
+        in_grid: scales are stored once a block of ``group_rows`` rows and ``group_size`` columns, which need not divide
+            the matrix.
+        outer: scales are multiplied with ("times") or divided by ("over") those of the second level.
+        outer_rows: neighbouring rows with the same scale of the second level: those of each stacked matrix; None: all.
 
     Raises:
         ValueError: there is no such format.
@@ -77,13 +92,17 @@ class QuantFormat:
     orders_columns: bool = False
     picks_columns: bool = False
     in_fragments: bool = False
+    scale_dtype: ScaleDtype | None = None
+    in_grid: bool = False
+    outer: Literal["times", "over"] | None = None
+    outer_rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise ValueError(f"bits must be 4 or 8, not {self.bits}")
-        if self.is_float and (self.bits != 8 or not self.symmetric):
-            raise ValueError("a floating-point format has 8 bits and is symmetric")
-        for name in ("group_size", "group_rows"):
+        if (self.is_float or self.in_grid) and not self.symmetric:
+            raise ValueError("floating-point formats, and those with a grid of scales, are symmetric")
+        for name in ("group_size", "group_rows", "outer_rows"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
@@ -94,7 +113,9 @@ class QuantFormat:
 
     @property
     def _may_lie_in_fragments(self) -> bool:
-        return self.bits == 4 and self.symmetric and self.group_size in FRAGMENT_GROUPS
+        is_int4 = self.bits == 4 and self.symmetric and not self.is_float
+        has_plain_scales = self.scale_dtype is None and not self.in_grid and self.outer is None
+        return is_int4 and has_plain_scales and self.group_size in FRAGMENT_GROUPS
 
     def arranged(self, rows: int, columns: int) -> QuantFormat:
         """Return the format in the order for products with a matrix of this shape: fragment order where possible.
@@ -107,18 +128,24 @@ class QuantFormat:
     @property
     def multiplies_int8(self) -> bool:
         """Whether INT8 tensor cores can multiply the codes, with one scale per row."""
-        return self.bits == 8 and self.symmetric and not self.is_float and self.group_size is None
+        is_int8 = self.bits == 8 and self.symmetric and not self.is_float
+        return is_int8 and self.group_size is None and self.has_scales_of_rows
 
     @property
     def multiplies_fp8(self) -> bool:
         """Whether FP8 tensor cores can multiply the codes, with one scale per row."""
-        return self.is_float and self.group_size is None
+        return self.is_float and self.bits == 8 and self.group_size is None and self.has_scales_of_rows
+
+    @property
+    def has_scales_of_rows(self) -> bool:
+        """Whether each row has scales of its own, which are all that there are."""
+        return (not self.in_grid or self.group_rows == 1) and self.outer is None
 
     @property
     def codes_dtype(self) -> torch.dtype:
         import torch
 
-        if self.is_float:
+        if self.is_float and self.bits == 8:
             return torch.float8_e4m3fn
         return torch.int8 if self.bits == 8 and self.symmetric else torch.uint8
 
@@ -126,7 +153,8 @@ class QuantFormat:
     def code_range(self) -> tuple[float, float]:
         """The least and the largest code, in multiples of the scale above the zero; about 0 if symmetric."""
         if self.is_float:
-            return -LARGEST_FLOAT8, LARGEST_FLOAT8
+            largest_float = LARGEST_FLOAT8 if self.bits == 8 else FLOAT4_MAGNITUDES[-1]
+            return -largest_float, largest_float
         if self.symmetric:
             largest = 2 ** (self.bits - 1) - 1
             return -largest, largest
@@ -134,9 +162,9 @@ class QuantFormat:
 
     def check_shape(self, rows: int, columns: int) -> None:
         """Raise ValueError if a matrix of this shape cannot be stored in this format."""
-        if self.group_size is not None and columns % self.group_size:
+        if self.group_size is not None and columns % self.group_size and not self.in_grid:
             raise ValueError(f"group_size {self.group_size} does not divide the {columns} columns")
-        if self.group_rows is not None and rows % self.group_rows:
+        if self.group_rows is not None and rows % self.group_rows and not self.in_grid:
             raise ValueError(f"group_rows {self.group_rows} does not divide the {rows} rows")
         if self.in_fragments and (rows % FRAGMENT_ROWS or columns % FRAGMENT_COLUMNS):
             raise ValueError(
@@ -146,12 +174,22 @@ class QuantFormat:
 
     def num_groups(self, columns: int) -> int:
         """Return the number of scales of a row."""
-        return 1 if self.group_size is None else columns // self.group_size
+        return 1 if self.group_size is None else -(-columns // self.group_size)
+
+    def can_follow(self, rows: int) -> bool:
+        """Return whether another matrix of the format can lie below one with so many rows, as one matrix."""
+        return all(band is not None and rows % band == 0 for band in self._bands)
+
+    @property
+    def _bands(self) -> tuple[int | None, ...]:
+        """The numbers of neighbouring rows that share something stored; None: all rows."""
+        return (self.group_rows,) * self.in_grid + (self.outer_rows,) * (self.outer is not None)
 
     def part_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a matrix's tensors, by name and in the order in which they are stored."""
-        groups = (rows, self.num_groups(columns))
+        groups = (_num_bands(rows, self.group_rows) if self.in_grid else rows, self.num_groups(columns))
         optional = {
+            "outer_scales": (self.outer is not None, (_num_bands(rows, self.outer_rows),)),
             "zeros": (not self.symmetric, groups),
             "column_scales": (self.scales_columns, (columns,)),
             "column_order": (self.orders_columns, (columns,)),
@@ -161,24 +199,40 @@ class QuantFormat:
         return {"codes": codes, "scales": groups, **present}
 
     def part_itemsize(self, name: str, itemsize: int) -> int:
-        """Return the bytes of an element of one of those tensors; ``itemsize`` is that of scales."""
-        return {"codes": 1, "zeros": 1, "column_order": 4}.get(name, itemsize)
+        """Return the bytes of an element of one of those tensors; ``itemsize`` is that of the dtype of products."""
+        scale_bytes = itemsize if self.scale_dtype is None else _SCALE_BYTES[self.scale_dtype]
+        known = {"codes": 1, "scales": scale_bytes, "outer_scales": 4, "zeros": 1, "column_order": 4}
+        return known.get(name, itemsize)
 
     def part_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of one of those tensors; ``dtype`` is that of scales."""
+        """Return the dtype of one of those tensors; ``dtype`` is that of products."""
         import torch
 
-        return {"codes": self.codes_dtype, "zeros": torch.uint8, "column_order": torch.int32}.get(name, dtype)
+        scales: torch.dtype = dtype if self.scale_dtype is None else getattr(torch, self.scale_dtype)
+        known = {
+            "codes": self.codes_dtype,
+            "scales": scales,
+            "outer_scales": torch.float32,
+            "zeros": torch.uint8,
+            "column_order": torch.int32,
+        }
+        return known.get(name, dtype)
+
+
+def _num_bands(rows: int, band: int | None) -> int:
+    return -(-rows // band) if band is not None else min(rows, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """A quantized matrix: tensors on one device, as in the module's docstring; ``dtype`` is that of scales."""
+    """A quantized matrix: tensors on one device, as in the module's docstring; ``dtype`` is that of products."""
 
     format: QuantFormat
     columns: int
+    dtype: torch.dtype
     codes: torch.Tensor
     scales: torch.Tensor
+    outer_scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     column_scales: torch.Tensor | None = None
     column_order: torch.Tensor | None = None
@@ -188,12 +242,8 @@ class QuantizedMatrix:
         return self.codes.shape[0]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.scales.dtype
-
-    @property
     def nbytes(self) -> int:
-        parts = (self.codes, self.scales, self.zeros, self.column_scales, self.column_order)
+        parts = (self.codes, self.scales, self.outer_scales, self.zeros, self.column_scales, self.column_order)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -202,17 +252,35 @@ class QuantizedMatrix:
         return replace(self, column_scales=None, column_order=None)
 
     def part(self, rows: slice) -> QuantizedMatrix:
-        """Return some of the rows, sharing their memory; in fragment order, whole blocks."""
-        assert not self.format.in_fragments or all(end % FRAGMENT_ROWS == 0 for end in rows.indices(self.rows)[:2])
+        """Return some of the rows, sharing their memory.
+
+        In fragment order, whole blocks. Where rows share scales that are stored once: from a first row of those that
+        share one on, or within them.
+        """
+        begin, end, _ = rows.indices(self.rows)
+        assert not self.format.in_fragments or begin % FRAGMENT_ROWS == end % FRAGMENT_ROWS == 0
+        group_rows = self.format.group_rows if self.format.in_grid else 1
         zeros = None if self.zeros is None else self.zeros[rows]
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+        outer = None if self.outer_scales is None else self.outer_scales[_sharing(begin, end, self.format.outer_rows)]
+        scales = self.scales[_sharing(begin, end, group_rows)]
+        return replace(self, codes=self.codes[rows], scales=scales, outer_scales=outer, zeros=zeros)
 
     def slices(self, most_elements: int, unit: int = 1) -> Iterator[slice]:
-        """Yield slices of about ``most_elements``: multiples of ``unit`` rows or, in fragment order, of blocks."""
+        """Yield slices of about ``most_elements``, of which each is a `part`, in multiples of ``unit`` rows.
+
+        Slices are smaller where rows that share scales end.
+        """
+        bands = [band for band in self.format._bands if band is not None]
         unit = math.lcm(unit, FRAGMENT_ROWS if self.format.in_fragments else 1)
         count = max(1, most_elements // max(self.columns * unit, 1)) * unit
-        for begin in range(0, self.rows, count):
-            yield slice(begin, min(begin + count, self.rows))
+        shared = math.lcm(unit, *(band for band in bands if band <= count))
+        count -= count % shared if count >= shared else 0
+        begin = 0
+        while begin < self.rows:
+            ends = [band - begin % band for band in bands if begin % band]
+            end = min(begin + min([count, *ends]), self.rows)
+            yield slice(begin, end)
+            begin = end
 
     @classmethod
     def empty(
@@ -226,4 +294,13 @@ class QuantizedMatrix:
             name: torch.empty(shape, dtype=format.part_dtype(name, dtype), device=device)
             for name, shape in format.part_shapes(rows, columns).items()
         }
-        return cls(format, columns, **parts)
+        return cls(format, columns, dtype, **parts)
+
+
+def _sharing(begin: int, end: int, band: int | None) -> slice:
+    """Return which of the scales that ``band`` rows share are those of some rows."""
+    if band is None or begin >= end:
+        return slice(0, begin < end)
+    first = begin // band
+    assert begin % band == 0 or end <= (first + 1) * band, "a part begins within rows that share a scale, and goes on"
+    return slice(first, -(-end // band))

@@ -1,15 +1,20 @@
 """Quantized matrices back in full: the kernel equals its reference to the bit, the reference the definition."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from kernel_cases import (
+    BLOCKS_FP8,
     DTYPES,
     FORMATS,
     FRAGMENTS,
     LARGE_CASES,
+    NVFP4,
+    PUBLISHED,
     SMALL,
     SMALL_FRAGMENTS,
     Shape,
@@ -91,6 +96,78 @@ def test_the_reference_follows_the_definition(format: QuantFormat, dtype: torch.
         assert found[row, column].item() == torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
+def value_of(matrix: QuantizedMatrix, row: int, column: int) -> float:
+    """An element of a published format as its definition has it, in Python's numbers."""
+    format, byte = matrix.format, matrix.codes.view(torch.uint8)
+    if format.bits == 4:
+        code = byte[row, column // 2].item() >> 4 * (column % 2) & 15
+        exponent, mantissa = code >> 1 & 3, (code & 1) / 2
+        value = (1 + mantissa) * 2 ** (exponent - 1) if exponent else mantissa
+        value = -value if code >> 3 else value
+    else:
+        value = matrix.codes[row, column].float().item()
+    row_of_scale = row if not format.in_grid else row // (format.group_rows or matrix.rows)
+    stored = matrix.scales[row_of_scale, column // (format.group_size or matrix.columns)]
+    is_power = format.scale_dtype == "float8_e8m0fnu"
+    scale = 2.0 ** (int(stored.view(torch.uint8)) - 127) if is_power else stored.float().item()
+    if matrix.outer_scales is not None:
+        outer = matrix.outer_scales[row // (format.outer_rows or matrix.rows)].item()
+        scale = scale * outer if format.outer == "times" else scale / outer
+    return value * scale
+
+
+@pytest.mark.parametrize("format", PUBLISHED, ids=str)
+def test_published_formats_follow_their_definitions(format: QuantFormat) -> None:
+    torch.manual_seed(0)
+    for shape in filter(lambda shape: fits(format, shape), (Shape(1, 7, 160), Shape(1, 53, 192), Shape(1, 33, 35))):
+        matrix = random_matrix(format, shape.rows, shape.columns, torch.float32, "cpu")
+        wanted = [[value_of(matrix, row, column) for column in range(shape.columns)] for row in range(shape.rows)]
+        torch.testing.assert_close(dequantize(matrix), torch.tensor(wanted), rtol=2**-22, atol=0)
+        assert torch.equal(dequantize(replace(matrix, dtype=torch.bfloat16)), dequantize(matrix).bfloat16())
+
+
+@pytest.mark.parametrize("format", PUBLISHED, ids=str)
+@pytest.mark.parametrize("most_rows", [1, 50, 130, 1000])
+def test_parts_of_published_formats(format: QuantFormat, most_rows: int) -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(format, 300, 96 if format.group_size != 128 else 256, torch.float32, "cpu")
+    slices = list(matrix.slices(most_rows * matrix.columns))
+    parts = [matrix.part(rows) for rows in slices]
+    assert torch.equal(torch.cat([dequantize_ref(part) for part in parts]), dequantize_ref(matrix))
+    assert max(part.rows for part in parts) <= most_rows
+    for part in parts:
+        shapes = format.part_shapes(part.rows, matrix.columns)
+        assert {name: tuple(getattr(part, name).shape) for name in shapes} == shapes
+        assert {name: getattr(part, name).dtype for name in shapes} == {
+            name: format.part_dtype(name, torch.float32) for name in shapes
+        }
+
+
+def test_every_code_and_scale_of_one_byte() -> None:
+    """e2m1 in pairs with scales of e4m3, and powers of two down to those below float32's normal numbers."""
+    matrix = QuantizedMatrix.empty(replace(NVFP4, outer=None), 256, 32, torch.float32, "cpu")
+    byte = torch.arange(256, dtype=torch.uint8)
+    matrix.codes.copy_(byte.unsqueeze(1).expand_as(matrix.codes))
+    matrix.scales.copy_(torch.ones(256, 2))
+    assert dequantize(matrix)[:, :2].unique().tolist() == [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    powers = QuantizedMatrix.empty(
+        QuantFormat(8, is_float=True, scale_dtype="float8_e8m0fnu"), 255, 2, torch.float32, "cpu"
+    )
+    powers.codes.copy_(torch.ones(255, 2))
+    powers.scales.view(torch.uint8).copy_(byte[:255, None])
+    assert dequantize(powers)[:, 1].tolist() == [2.0 ** (number - 127) for number in range(255)]
+
+
+def test_matrices_that_share_scales_can_lie_one_below_the_other() -> None:
+    """Only after whole blocks, and where the second level's scales say whose rows are whose."""
+    assert QuantFormat(8).can_follow(7)
+    assert BLOCKS_FP8.can_follow(256)
+    assert not BLOCKS_FP8.can_follow(576)
+    assert not replace(BLOCKS_FP8, group_rows=None).can_follow(256)
+    assert not NVFP4.can_follow(64)
+    assert replace(NVFP4, outer_rows=64).can_follow(128)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "format", [QuantFormat(8), QuantFormat(8, symmetric=False), QuantFormat(8, is_float=True), QuantFormat(4)], ids=str
@@ -123,5 +200,8 @@ def test_the_cpu_takes_rows_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heights == [10, 10, 10, 7]
 
 
-def test_no_rows() -> None:
-    assert dequantize(QuantizedMatrix.empty(QuantFormat(8), 0, 16, torch.float16, "cpu")).shape == (0, 16)
+@pytest.mark.parametrize("format", [QuantFormat(8), BLOCKS_FP8, NVFP4], ids=str)
+def test_no_rows_or_columns(format: QuantFormat) -> None:
+    for shape in ((0, 16), (3, 0), (0, 0)):
+        matrix = QuantizedMatrix.empty(format, *shape, torch.float16, "cpu")
+        assert dequantize(matrix).shape == dequantize_ref(matrix).shape == shape

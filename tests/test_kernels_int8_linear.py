@@ -66,7 +66,7 @@ def test_every_candidate(tiles: Int8Tiles) -> None:
 def test_the_reference_sums_exactly(columns: int) -> None:
     codes = torch.full((2, columns), 127, dtype=torch.int8)
     codes[1, ::2] = -127
-    matrix = QuantizedMatrix(INT8, columns, codes, torch.ones(2, 1))
+    matrix = QuantizedMatrix(INT8, columns, torch.float32, codes, torch.ones(2, 1))
     x = torch.full((1, columns), 127.0)
     assert int8_linear(x, matrix).tolist() == [[127.0**2 * columns, 0]]
 

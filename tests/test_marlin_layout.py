@@ -44,7 +44,7 @@ def test_every_code_lies_where_it_should_and_comes_back(blocks: int, units: int,
         column = 64 * step + 32 * (b // 8) + 8 * t + 4 * (b // 4 % 2) + (0, 2, 1, 3)[b % 4]
         assert next(octets) == values[row][column] | values[row + 8][column] << 4
     assert next(octets, None) is None
-    matrix = QuantizedMatrix(GROUPS_OF_128, columns, stored, torch.ones(rows, columns // 128))
+    matrix = QuantizedMatrix(GROUPS_OF_128, columns, torch.float32, stored, torch.ones(rows, columns // 128))
     assert torch.equal(in_rows(matrix).codes, packed)
     assert torch.equal(codes_of(matrix), codes.to(torch.int8) - 8)
 

@@ -136,7 +136,8 @@ def test_magnitudes_beyond_the_scales_dtype_are_refused() -> None:
     [
         ({"bits": 3}, "bits must be 4 or 8, not 3"),
         ({"bits": 4, "group_size": 0}, "group_size must be at least 1, not 0"),
-        ({"bits": 4, "is_float": True}, "floating-point format has 8 bits"),
+        ({"bits": 4, "is_float": True, "symmetric": False}, "floating-point formats.* are symmetric"),
+        ({"bits": 8, "in_grid": True, "symmetric": False}, "a grid of scales, are symmetric"),
     ],
 )
 def test_formats_that_do_not_exist_are_refused(arguments: dict[str, Any], message: str) -> None:

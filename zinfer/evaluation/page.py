@@ -109,7 +109,7 @@ def worst_first(errors: Sequence[MatrixError]) -> list[MatrixError]:
 def format_name(error: MatrixError) -> str:
     """Describe a format, such as "INT4, groups of 64"."""
     format = error.format
-    kind = "FP8" if format.is_float else f"INT{format.bits}"
+    kind = f"{'FP' if format.is_float else 'INT'}{format.bits}"
     groups = "" if format.group_size is None else f", groups of {format.group_size}"
     columns = ", columns scaled" if format.scales_columns else ""
     return f"{kind}{'' if format.symmetric else ' asymmetric'}{groups}{columns}"

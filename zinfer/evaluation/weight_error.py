@@ -61,10 +61,10 @@ def _compare(name: str, weight: TensorEntry | JoinedTensor, stored: StoredMatrix
     values = torch.cat([piece.read().flatten() for piece in weight.pieces]).view(weight.shape)
     values = values.t() if transposed else values.reshape(stored.rows, stored.columns)
     parts = {part: piece for part, entry in stored.parts for piece in entry.pieces}
-    matrix = QuantizedMatrix(stored.format, stored.columns, **{part: entry.read() for part, entry in parts.items()})
+    tensors = {part: entry.read() for part, entry in parts.items()}
+    matrix = QuantizedMatrix(stored.format, stored.columns, tensors["scales"].dtype, **tensors)
     squares = torch.zeros(2, dtype=torch.float64)
-    for begin in range(0, stored.rows, _SLICE_ROWS):
-        rows = slice(begin, begin + _SLICE_ROWS)
+    for rows in matrix.slices(_SLICE_ROWS * stored.columns):
         own = values[rows].float()
         difference = dequantize_ref(matrix.part(rows), torch.float32) - own
         squares += torch.stack([difference.double().square().sum(), own.double().square().sum()])

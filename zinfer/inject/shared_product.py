@@ -15,7 +15,7 @@ from torch.nn import functional
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.weights.parameter import QuantizedParameter
 
-_PARTS: Final = ("codes", "scales", "zeros")  # with a row for each row of the matrix
+_PARTS: Final = ("codes", "scales", "outer_scales", "zeros")  # with a row for each row of the matrix
 
 
 class SharedProduct:
@@ -126,12 +126,14 @@ def joined_parameter(parameters: Sequence[torch.Tensor | None]) -> torch.Tensor 
     has_own_columns = first.matrix.column_scales is not None or first.matrix.column_order is not None
     if len(kinds) > 1 or first.transposed or first.dim() != 2 or has_own_columns:
         return None
+    if not all(matrix.format.can_follow(matrix.rows) for matrix in matrices[:-1]):
+        return None
     there = [name for name in _PARTS if getattr(first.matrix, name) is not None]
     found = {name: joined([getattr(matrix, name) for matrix in matrices]) for name in there}
     parts = {name: part for name, part in found.items() if part is not None}
     if len(parts) < len(there):
         return None
-    one = QuantizedMatrix(first.matrix.format, first.matrix.columns, **parts)
+    one = QuantizedMatrix(first.matrix.format, first.matrix.columns, first.matrix.dtype, **parts)
     return QuantizedParameter.make(one, (one.rows, one.columns), quantizes_input=first.quantizes_input)
 
 

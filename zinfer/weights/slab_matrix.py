@@ -77,7 +77,7 @@ class SlabMatrix(SlabTensor):
     def matrix(self, slab: torch.Tensor) -> QuantizedMatrix:
         """Return the matrix as views of the slab's bytes (uint8)."""
         views = {part.name.removeprefix(f"{self.name}."): part.view(slab) for part in self.parts()}
-        return QuantizedMatrix(self.format, self.columns, **views)
+        return QuantizedMatrix(self.format, self.columns, self.dtype, **views)
 
     def parameter(self, slab: torch.Tensor) -> QuantizedParameter:
         from zinfer.weights.parameter import QuantizedParameter
@@ -150,6 +150,7 @@ def are_rows_of_one(tensors: Sequence[SlabTensor]) -> bool:
     matrices = [each for each in tensors if isinstance(each, SlabMatrix) and len(each.shape) == 2]
     kinds = {(each.dtype, each.format, each.columns, each.transposed, each.quantizes_input) for each in matrices}
     are_alike = len(matrices) == len(tensors) and len(kinds) == 1
+    are_alike = are_alike and all(each.format.can_follow(each.rows) for each in matrices[:-1])
     return are_alike and not (first.transposed or first.format.scales_columns or first.format.orders_columns)
 
 
