@@ -53,6 +53,7 @@ PUBLISHED: Final = (
     replace(NVFP4, outer="over", outer_rows=8),
 )
 """As files store them: with scales of their own types, once a block, and of two levels."""
+TYPICAL_PUBLISHED: Final = (BLOCKS_FP8, MXFP8, MXFP4, NVFP4)
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 HALVES: Final = (torch.float16, torch.bfloat16)
 

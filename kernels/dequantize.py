@@ -9,14 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import on_device
+from zinfer.kernels.launching import INTERPRETED, device_function, on_device
 from zinfer.kernels.marlin_layout import in_rows
-from zinfer.kernels.quantized import FLOAT4_MAGNITUDES, FRAGMENT_ROWS, SYMMETRIC_INT4_ZERO, QuantizedMatrix
-from zinfer.kernels.widening import widen_bytes, widen_nibbles
+from zinfer.kernels.quantized import FLOAT4_MAGNITUDES, FRAGMENT_ROWS, SYMMETRIC_INT4_ZERO, QuantFormat, QuantizedMatrix
+from zinfer.kernels.widening import factor_of, float4_codes, float8_codes, scale_values
 
 _SLICE_ELEMENTS: Final = 4 << 20  # 16 MiB in float32; the reference holds at most four slices at a time
-_TILE_ELEMENTS: Final = 4096
+# Of a program: rows of a step, steps, and units of 8 columns. A warp has a row's 256 columns.
+_ROWS: Final = 32 if INTERPRETED else 4
+_STEPS: Final = 2 if INTERPRETED else 8
+_UNITS: Final = 32
 _WARPS: Final = 4
+_SUMMAND = tl.constexpr(2.0**23)
 
 
 def dequantize(matrix: QuantizedMatrix) -> torch.Tensor:
@@ -47,26 +51,35 @@ def dequantize_kernel(matrix: QuantizedMatrix, out: torch.Tensor | None = None) 
 
 
 def _dequantize_rows(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
-    four_bits, groups = matrix.format.bits == 4, matrix.scales.shape[1]
-    length = matrix.columns // groups
-    assert not four_bits or groups == 1 or length % 2 == 0
-    lines, line_bytes = matrix.rows * groups, -(-length // 2) if four_bits else length
-    block_columns = max(16, min(1024, triton.next_power_of_2(length)))
-    block_lines = _TILE_ELEMENTS // block_columns
-    grid = (triton.cdiv(lines, block_lines), triton.cdiv(length, block_columns))
-    if lines == 0 or length == 0:
+    if matrix.rows == 0 or matrix.columns == 0:
         return
+    format, codes, zeros = matrix.format, matrix.codes.contiguous(), matrix.zeros
+    unit = torch.int32 if format.bits == 4 else torch.int64
+    is_whole = matrix.columns % 8 == 0 and codes.storage_offset() % unit.itemsize == 0
+    tiles = triton.cdiv(matrix.rows, _ROWS * _STEPS) * triton.cdiv(matrix.columns, 8 * _UNITS)
     with on_device(out):
-        _dequantize_kernel[grid](
-            *kernel_parts(matrix),
+        _dequantize_kernel[(tiles,)](
+            codes.view(unit if is_whole else torch.uint8),
+            stored_scales(matrix),
+            None if zeros is None else zeros.contiguous(),
+            matrix.outer_scales,
             out,
-            lines,
-            length,
-            line_bytes,
-            FOUR_BITS=four_bits,
-            IS_FLOAT=matrix.format.is_float,
-            BLOCK_LINES=block_lines,
-            BLOCK_COLUMNS=block_columns,
+            matrix.rows,
+            matrix.columns,
+            matrix.columns // 8 if is_whole else codes.shape[1],
+            matrix.scales.shape[1],
+            BITS=format.bits,
+            IS_FLOAT=format.is_float,
+            IS_SIGNED=codes.dtype == torch.int8,
+            SCALES=scale_kind(format),
+            GROUP_ROWS=format.group_rows or 0 if format.in_grid else 1,
+            GROUP_SIZE=format.group_size or 0,
+            OUTER_ROWS=format.outer_rows or 0,
+            IS_OVER=format.outer == "over",
+            IS_WHOLE=is_whole,
+            ROWS=_ROWS,
+            STEPS=_STEPS,
+            UNITS=_UNITS,
             num_warps=_WARPS,
         )
 
@@ -153,57 +166,158 @@ def _float4_pairs(device: torch.device) -> torch.Tensor:
 
 
 def has_kernels(matrix: QuantizedMatrix) -> bool:
-    """Return whether Triton compiles for the device and the format; e4m3 needs compute capability 8.9.
-
-    Groups with an odd number of 4-bit codes, where a byte holds codes of two groups, are left to torch.
-    """
-    format, device = matrix.format, matrix.codes.device
-    if format.in_grid or format.outer is not None or format.scale_dtype is not None:
-        return False
-    if device.type != "cuda" or (format.bits == 4 and (format.group_size or 0) % 2):
-        return False
-    return not format.is_float or torch.cuda.get_device_capability(device) >= (8, 9)
+    """Return whether Triton compiles for the device."""
+    return matrix.codes.device.type == "cuda"
 
 
 def kernel_parts(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return codes, scales and zeros for a kernel: e4m3 as bits, since a masked load needs a zero of the dtype."""
     codes = matrix.codes.contiguous()
     zeros = None if matrix.zeros is None else matrix.zeros.contiguous()
-    return codes.view(torch.uint8) if matrix.format.is_float else codes, matrix.scales.contiguous(), zeros
+    return codes.view(torch.uint8) if matrix.format.is_float else codes, stored_scales(matrix), zeros
+
+
+def stored_scales(matrix: QuantizedMatrix) -> torch.Tensor:
+    """Return scales for a kernel: those of one byte as bits."""
+    scales = matrix.scales.contiguous()
+    return scales.view(torch.uint8) if scales.itemsize == 1 else scales
+
+
+def scale_kind(format: QuantFormat) -> str:
+    """Return how a kernel reads scales: as "e8m0", "e4m3", or "float" for numbers of two or more bytes."""
+    return {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}.get(format.scale_dtype or "", "float")
 
 
 def _empty(matrix: QuantizedMatrix) -> torch.Tensor:
     return torch.empty(matrix.rows, matrix.columns, dtype=matrix.dtype, device=matrix.codes.device)
 
 
+@device_function
+def _load_unit(codes_ptr, row, unit, inside, stride, BITS: tl.constexpr, IS_WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load units, the codes of 8 columns, as words of 4 or 8 bytes; or byte by byte where rows are not whole words."""
+    line_ptrs = codes_ptr + row.to(tl.int64) * stride
+    if IS_WHOLE:
+        return tl.load(line_ptrs + unit, mask=inside, other=0)
+    else:
+        WORD: tl.constexpr = tl.int32 if BITS == 4 else tl.int64
+        word = (unit * 0).to(WORD)
+        for number in tl.static_range(BITS):
+            place = unit * BITS + number
+            byte = tl.load(line_ptrs + place, mask=inside & (place < stride), other=0)
+            word |= byte.to(WORD) << 8 * number
+        return word
+
+
+@device_function
+def _load_scales(  # type: ignore[no-untyped-def]
+    scales_ptr, zeros_ptr, outer_ptr, row, column, inside, groups, SCALES: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, OUTER_ROWS: tl.constexpr, IS_OVER: tl.constexpr,
+):  # fmt: skip
+    """Load the scale and, if there are zeros, the zero of each row and column, in float32."""
+    band = row // GROUP_ROWS if GROUP_ROWS else row * 0
+    place = band.to(tl.int64) * groups + (column // GROUP_SIZE if GROUP_SIZE else 0)
+    scale = scale_values(tl.load(scales_ptr + place, mask=inside, other=0), SCALES)
+    if outer_ptr is not None:
+        outer = tl.load(outer_ptr + (row // OUTER_ROWS if OUTER_ROWS else row * 0))
+        scale = tl.div_rn(scale, outer + tl.zeros_like(scale)) if IS_OVER else scale * outer
+    zero = scale  # of no use without zeros
+    if zeros_ptr is not None:
+        zero = tl.load(zeros_ptr + place, mask=inside, other=0).to(tl.float32)
+    return scale, zero
+
+
+@device_function
+def _whole_codes(word, BITS: tl.constexpr, IS_SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert words (int32) of 4 or 8 codes to 2**23 and the code, of a signed one that plus 128, as float32.
+
+    Or-ed into the mantissa of 2**23, a whole number needs no conversion, of which a GPU does few.
+    """
+    if IS_SIGNED:
+        word ^= -0x7F7F7F80
+    codes = ()
+    for number in tl.static_range(32 // BITS):
+        bits = word >> BITS * number & (15 if BITS == 4 else 255)
+        codes += ((bits | 0x4B000000).to(tl.float32, bitcast=True),)  # type: ignore[assignment]
+    return codes
+
+
+@device_function
+def _codes_of(word, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert the eight codes of units to float32, less a factor or more by a summand."""
+    if BITS == 4:
+        return float4_codes(word) if IS_FLOAT else _whole_codes(word, BITS, IS_SIGNED)
+    else:
+        low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
+        if IS_FLOAT:
+            return float8_codes(low) + float8_codes(high)
+        else:
+            return _whole_codes(low, BITS, IS_SIGNED) + _whole_codes(high, BITS, IS_SIGNED)
+
+
+@device_function
+def _value_of(code, scale, zero, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ZERO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the value of a code as `_codes_of` has it."""
+    if IS_FLOAT:
+        return code * (scale * factor_of(BITS))
+    elif HAS_ZERO:
+        return (code - (zero + _SUMMAND)) * scale
+    else:
+        return (code - (_SUMMAND + (8 if BITS == 4 else 128))) * scale
+
+
+@device_function
+def _in_order_of_columns(values):  # type: ignore[no-untyped-def]
+    """Join the eight values of units in new dimensions; the last has the lowest bit of the column's number."""
+    even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))
+    return tl.join(even, tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7])))
+
+
 @triton.jit
 def _dequantize_kernel(  # type: ignore[no-untyped-def]
-    codes_ptr, scales_ptr, zeros_ptr, out_ptr, num_lines, length, line_bytes,
-    FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    codes_ptr, scales_ptr, zeros_ptr, outer_ptr, out_ptr, rows, columns, stride, groups,
+    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, SCALES: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr, OUTER_ROWS: tl.constexpr, IS_OVER: tl.constexpr,
+    IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize lines: the elements of one scale, contiguous in both codes and values."""
-    lines = tl.program_id(0).to(tl.int64) * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
-    in_lines = (lines < num_lines)[:, None]
-    begin = tl.program_id(1) * BLOCK_COLUMNS
-    columns = begin + tl.arange(0, BLOCK_COLUMNS)
-    scale = tl.load(scales_ptr + lines, mask=lines < num_lines, other=0).to(tl.float32)[:, None]
-    zero = tl.full((BLOCK_LINES, 1), 0, tl.float32)
-    if zeros_ptr is not None:
-        centre: tl.constexpr = 8 if FOUR_BITS else 128
-        zero = tl.load(zeros_ptr + lines, mask=lines < num_lines, other=0).to(tl.float32)[:, None] - centre
-    mask = in_lines & (columns < length)[None, :]
-    if FOUR_BITS:
-        places = begin // 2 + tl.arange(0, BLOCK_COLUMNS // 2)
-        in_bytes = in_lines & (places < line_bytes)[None, :]
-        pairs = tl.load(codes_ptr + lines[:, None] * line_bytes + places[None, :], mask=in_bytes, other=0)
-        low, high = widen_nibbles(pairs, False)
-        low = ((low.to(tl.float32) - zero) * scale).to(out_ptr.dtype.element_ty)
-        high = ((high.to(tl.float32) - zero) * scale).to(out_ptr.dtype.element_ty)
-        values = tl.interleave(low, high)
-    else:
-        codes = tl.load(codes_ptr + lines[:, None] * line_bytes + columns[None, :], mask=mask, other=0)
-        values = (widen_bytes(codes, False, IS_FLOAT).to(tl.float32) - zero) * scale
-    tl.store(out_ptr + lines[:, None] * length + columns[None, :], values.to(out_ptr.dtype.element_ty), mask=mask)
+    """Dequantize a tile in steps of some rows, with all codes loaded first; a thread has 8 columns of a step's row.
+
+    So a warp reads and writes neighbouring bytes, and no value changes threads.
+    """
+    HAS_ZERO: tl.constexpr = zeros_ptr is not None
+    IS_SHARED: tl.constexpr = GROUP_SIZE % 8 == 0  # a unit has one scale
+    width = stride * 8 if IS_WHOLE else columns  # a multiple of 8 that the compiler knows of
+    tiles = tl.cdiv(width, UNITS * 8)
+    first = tl.program_id(0) // tiles * (ROWS * STEPS) + tl.arange(0, ROWS)[:, None]
+    unit = tl.program_id(0) % tiles * UNITS + tl.arange(0, UNITS)[None, :]
+    words, scales = (), ()
+    for step in tl.static_range(STEPS):
+        row = first + step * ROWS
+        inside = (row < rows) & (unit * 8 < width)
+        row = tl.minimum(row, rows - 1)
+        words += (_load_unit(codes_ptr, row, unit, inside, stride, BITS, IS_WHOLE),)  # type: ignore[assignment]
+        if IS_SHARED:
+            scales += (_load_scales(  # type: ignore[assignment]
+                scales_ptr, zeros_ptr, outer_ptr, row, unit * 8, inside, groups,
+                SCALES, GROUP_ROWS, GROUP_SIZE, OUTER_ROWS, IS_OVER,
+            ),)  # fmt: skip
+    column = tl.program_id(0) % tiles * (UNITS * 8) + tl.arange(0, UNITS * 8)[None, :]
+    for step in tl.static_range(STEPS):
+        row = first + step * ROWS
+        codes = _codes_of(words[step], BITS, IS_FLOAT, IS_SIGNED)
+        values = ()
+        for k in tl.static_range(8):
+            if IS_SHARED:
+                scale, zero = scales[step]  # type: ignore[var-annotated]
+            else:
+                scale, zero = _load_scales(
+                    scales_ptr, zeros_ptr, outer_ptr, tl.minimum(row, rows - 1), unit * 8 + k,
+                    (row < rows) & (unit * 8 + k < width), groups,
+                    SCALES, GROUP_ROWS, GROUP_SIZE, OUTER_ROWS, IS_OVER,
+                )  # fmt: skip
+            value = _value_of(codes[k], scale, zero, BITS, IS_FLOAT, HAS_ZERO)
+            values += (value.to(out_ptr.dtype.element_ty),)  # type: ignore[assignment]
+        line = tl.reshape(_in_order_of_columns(values), (ROWS, UNITS * 8))
+        tl.store(out_ptr + row.to(tl.int64) * width + column, line, mask=(row < rows) & (column < width))
 
 
 @triton.jit

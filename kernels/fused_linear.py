@@ -26,6 +26,8 @@ def can_fuse(matrix: QuantizedMatrix) -> bool:
     assert not matrix.format.in_fragments, "`fragment_linear` has a kernel of its own"
     return (
         matrix.dtype in (torch.float16, torch.bfloat16)
+        and matrix.format.has_plain_scales
+        and (matrix.format.bits == 8 or not matrix.format.is_float)
         and most_columns(matrix) * matrix.format.bits // 8 >= _LEAST_BLOCK
     )
 

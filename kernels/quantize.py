@@ -74,9 +74,8 @@ def quantize_into(target: QuantizedMatrix, matrix: torch.Tensor, bounds: Bounds 
     """
     assert matrix.shape == (target.rows, target.columns)
     assert target.column_order is None
-    has_own_scales = target.format.in_grid or target.format.outer is not None or target.format.scale_dtype is not None
-    assert not has_own_scales, "published formats are read, not written"
-    assert target.format.bits == 8 or not target.format.is_float
+    is_written = target.format.has_plain_scales and (target.format.bits == 8 or not target.format.is_float)
+    assert is_written, "published formats are read, not written"
     slices = list(target.slices(_SLICE_ELEMENTS))
     ranges = [bounds(_grouped(matrix, rows, target), target.format, target.dtype) for rows in slices]
     low, high = (torch.cat(part) for part in zip(*ranges, strict=True))

@@ -114,8 +114,12 @@ class QuantFormat:
     @property
     def _may_lie_in_fragments(self) -> bool:
         is_int4 = self.bits == 4 and self.symmetric and not self.is_float
-        has_plain_scales = self.scale_dtype is None and not self.in_grid and self.outer is None
-        return is_int4 and has_plain_scales and self.group_size in FRAGMENT_GROUPS
+        return is_int4 and self.has_plain_scales and self.group_size in FRAGMENT_GROUPS
+
+    @property
+    def has_plain_scales(self) -> bool:
+        """Whether each row has its own scales, of one level, in the dtype of products."""
+        return self.scale_dtype is None and not self.in_grid and self.outer is None
 
     def arranged(self, rows: int, columns: int) -> QuantFormat:
         """Return the format in the order for products with a matrix of this shape: fragment order where possible.

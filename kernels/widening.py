@@ -34,17 +34,17 @@ def _words_asm(bfloat: bool, is_float: bool) -> str:
 def _floats_asm(codes: str, low: str, high: str, bfloat: bool) -> str:
     """PTX: four e4m3 numbers to two pairs.
 
-    For bfloat16, their exponent and mantissa are placed at the low bits of bfloat16's exponent and the high bits of its
-    mantissa; the remaining factor is a power of two.
+    Exponent and mantissa are placed at the low bits of the other's exponent and the high bits of its mantissa; the
+    remaining factor is a power of two. A NaN becomes 480.
     """
-    if not bfloat:
-        first = f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, {codes}; "
-        return first + f"cvt.rn.f16x2.e4m3x2 {low}, a; cvt.rn.f16x2.e4m3x2 {high}, b; }} "
+    kind, shift, mask, factor = (
+        ("bf16", 4, "0x07f007f0", "0x7b807b80") if bfloat else ("f16", 1, "0x3f803f80", "0x5c005c00")
+    )
     first = f"{{ .reg .b32 a, b, c, d, m, n; prmt.b32 a, {codes}, 0, 0x1404; prmt.b32 b, {codes}, 0, 0x3424; "
-    first += "shr.b32 c, a, 4; shr.b32 d, b, 4; and.b32 c, c, 0x07f007f0; and.b32 d, d, 0x07f007f0; "
+    first += f"shr.b32 c, a, {shift}; shr.b32 d, b, {shift}; and.b32 c, c, {mask}; and.b32 d, d, {mask}; "
     first += "lop3.b32 c, a, 0x80008000, c, 0xea; lop3.b32 d, b, 0x80008000, d, 0xea; "
-    first += "mov.b32 m, 0x7b807b80; mov.b32 n, 0x80008000; "  # 2**120, -0
-    return first + f"fma.rn.bf16x2 {low}, c, m, n; fma.rn.bf16x2 {high}, d, m, n; }} "
+    first += f"mov.b32 m, {factor}; mov.b32 n, 0x80008000; "  # 2**120 or 2**8, -0
+    return first + f"fma.rn.{kind}x2 {low}, c, m, n; fma.rn.{kind}x2 {high}, d, m, n; }} "
 
 
 def _spread_asm(codes: str, low: str, high: str, bfloat: bool, signed: bool = True) -> str:
@@ -79,22 +79,30 @@ _SIGNED_TO_FP16 = tl.constexpr(_bytes_asm(bfloat=False, signed=True))
 _SIGNED_TO_BF16 = tl.constexpr(_bytes_asm(bfloat=True, signed=True))
 _UNSIGNED_TO_FP16 = tl.constexpr(_bytes_asm(bfloat=False, signed=False))
 _UNSIGNED_TO_BF16 = tl.constexpr(_bytes_asm(bfloat=True, signed=False))
+_FLOATS_TO_FP16 = tl.constexpr(_floats_asm("$2", "$0", "$1", bfloat=False))
+_FLOATS_TO_BF16 = tl.constexpr(_floats_asm("$2", "$0", "$1", bfloat=True))
 _WORDS_TO_FP16 = tl.constexpr(_words_asm(bfloat=False, is_float=False))
 _WORDS_TO_BF16 = tl.constexpr(_words_asm(bfloat=True, is_float=False))
 _FLOAT_WORDS_TO_FP16 = tl.constexpr(_words_asm(bfloat=False, is_float=True))
 _FLOAT_WORDS_TO_BF16 = tl.constexpr(_words_asm(bfloat=True, is_float=True))
 _NIBBLES_TO_FP16 = tl.constexpr(_nibbles_asm(bfloat=False))
 _NIBBLES_TO_BF16 = tl.constexpr(_nibbles_asm(bfloat=True))
+_FLOAT8_FACTOR = tl.constexpr(2.0**8)
+_FLOAT4_FACTOR = tl.constexpr(2.0**14)
 
 
 @device_function
 def widen_bytes(codes, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert 8-bit codes to float16 or bfloat16: int8, uint8 less 128, or the bits of e4m3 numbers (IS_FLOAT)."""
     signed: tl.constexpr = codes.dtype == tl.int8
-    if IS_FLOAT:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16 if IS_BFLOAT else tl.float16)
+    if IS_FLOAT and not COMPILED:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif not COMPILED:
         return codes.to(tl.float32) if signed else codes.to(tl.float32) - 128
+    elif IS_FLOAT and IS_BFLOAT:
+        return tl.inline_asm_elementwise(_FLOATS_TO_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+    elif IS_FLOAT:
+        return tl.inline_asm_elementwise(_FLOATS_TO_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     elif IS_BFLOAT:
         to_bf16: tl.constexpr = _SIGNED_TO_BF16 if signed else _UNSIGNED_TO_BF16
         return tl.inline_asm_elementwise(to_bf16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
@@ -138,3 +146,50 @@ def widen_nibbles(codes, IS_BFLOAT: tl.constexpr):  # type: ignore[no-untyped-de
         return tl.inline_asm_elementwise(
             _NIBBLES_TO_FP16, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
+
+
+@device_function
+def _halves(words):  # type: ignore[no-untyped-def]
+    """Return the two float16 numbers of each word, the low half's first, as float32."""
+    low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+    return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@device_function
+def float8_codes(word):  # type: ignore[no-untyped-def]
+    """Convert words (int32) of four e4m3 numbers to float32, on any GPU, less a factor of 2**8; a NaN becomes 480.
+
+    As float16 their bits have another bias of the exponent, so that numbers below the normal ones are right too.
+    """
+    first, third = _halves((word << 8 & -0x7FFF8000) | (word << 7 & 0x3F803F80))
+    second, fourth = _halves((word & -0x7FFF8000) | (word >> 1 & 0x3F803F80))
+    return first, second, third, fourth
+
+
+@device_function
+def float4_codes(word):  # type: ignore[no-untyped-def]
+    """As `float8_codes`, words of eight e2m1 numbers, less a factor of 2**14."""
+    first, fifth = _halves((word << 12 & -0x7FFF8000) | (word << 9 & 0x0E000E00))
+    second, sixth = _halves((word << 8 & -0x7FFF8000) | (word << 5 & 0x0E000E00))
+    third, seventh = _halves((word << 4 & -0x7FFF8000) | (word << 1 & 0x0E000E00))
+    fourth, eighth = _halves((word & -0x7FFF8000) | (word >> 3 & 0x0E000E00))
+    return first, second, third, fourth, fifth, sixth, seventh, eighth
+
+
+@device_function
+def scale_values(stored, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert scales to float32: floating-point numbers, or bytes of e8m0 or e4m3 (`dequantize.scale_kind`)."""
+    if KIND == "e8m0":
+        byte = stored.to(tl.int32)
+        lowest = tl.where((byte == 0) | (byte == 255), 0x400000, 0)  # 2**-127, and NaN
+        return (byte << 23 | lowest).to(tl.float32, bitcast=True)
+    elif KIND == "e4m3":
+        return float8_codes(stored.to(tl.int32))[0] * _FLOAT8_FACTOR
+    else:
+        return stored.to(tl.float32)
+
+
+@device_function
+def factor_of(BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the factor that `float8_codes` and `float4_codes` leave to the scales."""
+    return _FLOAT4_FACTOR if BITS == 4 else _FLOAT8_FACTOR

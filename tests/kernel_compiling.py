@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from attention_cases import AttentionCase, attention_call
 from kernel_cases import (
     FRAGMENTS,
+    PUBLISHED,
     QWEN3_30B_A3B,
     TYPICAL,
     Shape,
@@ -187,6 +188,8 @@ def compile_products(dtype: torch.dtype) -> None:
             x, bias = random_input(Shape(tokens, 1024, 4096), dtype, "cpu")
             product = fragment_linear.fragment_linear if format.in_fragments else fused_linear.fused_linear
             product(x, matrix, bias)
+    for format in PUBLISHED:
+        dequantize.dequantize_kernel(random_matrix(format, 1024, 4096, dtype, "cpu"))
     for format in FRAGMENTS:
         matrix = random_matrix(format, 64, 256, dtype, "cpu")
         fragment_linear.fragment_linear(random_input(Shape(8, 64, 256), dtype, "cpu")[0], matrix)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from kernel_cases import (
@@ -12,11 +12,13 @@ from kernel_cases import (
     DTYPES,
     FORMATS,
     FRAGMENTS,
+    LARGE,
     LARGE_CASES,
     NVFP4,
     PUBLISHED,
     SMALL,
     SMALL_FRAGMENTS,
+    TYPICAL_PUBLISHED,
     Shape,
     fits,
     random_matrix,
@@ -26,11 +28,6 @@ from zinfer.kernels import dequantize as module
 from zinfer.kernels.dequantize import dequantize, dequantize_kernel, dequantize_ref
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-
-
-def has_whole_bytes(format: QuantFormat) -> bool:
-    """Whether no byte holds codes of two groups."""
-    return format.bits == 8 or not (format.group_size or 0) % 2
 
 
 def assert_equals_reference(matrix: QuantizedMatrix) -> None:
@@ -46,7 +43,7 @@ def assert_equals_reference(matrix: QuantizedMatrix) -> None:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("format", [*filter(has_whole_bytes, FORMATS), *FRAGMENTS], ids=str)
+@pytest.mark.parametrize("format", [*FORMATS, *FRAGMENTS, *PUBLISHED], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_equals_the_reference(kernel_device: str, format: QuantFormat, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -55,7 +52,9 @@ def test_the_kernel_equals_the_reference(kernel_device: str, format: QuantFormat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("format", "shape"), LARGE_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("format", "shape"), [*LARGE_CASES, *((format, LARGE[2]) for format in TYPICAL_PUBLISHED)], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_matrices(format: QuantFormat, dtype: torch.dtype, shape: Shape) -> None:
     torch.manual_seed(0)
@@ -73,7 +72,6 @@ def test_large_matrices(format: QuantFormat, dtype: torch.dtype, shape: Shape) -
 def test_any_shape(bits: int, symmetric: bool, rows: int, groups: int, group_size: int) -> None:
     device = "cpu" if INTERPRETED else "cuda"
     format = QuantFormat(4 if bits == 4 else 8, group_size, symmetric)
-    assume(has_whole_bytes(format))
     assert_equals_reference(random_matrix(format, rows, groups * group_size, torch.float16, device))
 
 
