@@ -20,7 +20,9 @@ if TYPE_CHECKING:  # layouts are planned without torch
     import torch
 
 SLAB_ALIGNMENT_BYTES: Final = 256
-_ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int32": 4, "int8": 1, "uint8": 1}
+_ITEM_BYTES: Final = {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2} | dict.fromkeys(
+    ("float8_e4m3fn", "float8_e8m0fnu", "int8", "uint8"), 1
+)
 NUM_CONVERSION_SLOTS: Final = 2
 """Slots for the stored form of blocks that are converted: while one is converted, the next one is read."""
 

@@ -153,16 +153,34 @@ def read(
     names = {"model.embed_tokens.weight", "model.norm.weight", *(f"{MODULE}.{part}" for part in parts)}
     stored = scheme.stored(names)
     assert stored == {PARAMETER: {part: f"{MODULE}.{part}" for part in parts}}
-    format, rows, columns = scheme.format_of(PARAMETER, {part: tuple(value.shape) for part, value in parts.items()})
-    format = format.arranged(rows, columns) if arranged else format
-    matrix = QuantizedMatrix.empty(format, rows, columns, dtype, device)
-    matrix.codes.view(torch.uint8).fill_(0xA5)
-    matrix.scales.fill_(float("nan"))
-    if matrix.zeros is not None:
-        matrix.zeros.fill_(0xA5)
-    loaded = {part: torch.empty(value.shape, dtype=value.dtype, device=device) for part, value in parts.items()}
-    scheme.convert_into(matrix, {part: place.copy_(parts[part]) for part, place in loaded.items()})
+    held = {part: Held(torch.empty(value.shape, dtype=value.dtype, device=device)) for part, value in parts.items()}
+    for part, each in held.items():
+        each.tensor.copy_(parts[part])
+    made = scheme.matrix(PARAMETER, held)
+    format = made.format.arranged(made.rows, made.columns) if arranged else made.format
+    matrix = QuantizedMatrix.empty(format, made.rows, made.columns, dtype, device)
+    for part in format.part_shapes(made.rows, made.columns):
+        getattr(matrix, part).view(torch.uint8).fill_(0xA5)
+    made.encoding.convert_into(matrix, {part: each.tensor for part, each in made.parts.items()})
     return matrix
+
+
+@dataclass(frozen=True)
+class Held:
+    """A stored tensor in memory."""
+
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def seen_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> "Held":
+        return Held(self.tensor.view(dtype).view(shape))
 
 
 def assert_reads(matrix: QuantizedMatrix, values: torch.Tensor) -> None:

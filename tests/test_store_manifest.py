@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import tiny_checkpoint
+from foreign_support import Held
 from store_support import document, make_store
 from test_store_files import FORMATS
 
@@ -76,20 +77,21 @@ def test_the_scheme_gives_matrices_back(tmp_path: Path, name: str, columns: int)
     scheme = StoreScheme(
         tmp_path, Manifest(format_version=FORMAT_VERSION, identity=Identity({}, {}), parameters=parameters)
     )
-    assert scheme.is_native
     names = {part: f"p.weight.{part}" for part in tensors}
     assert scheme.stored([*names.values(), "other"]) == {"p.weight": names}
-    shapes = {part: tuple(tensor.shape) for part, tensor in tensors.items()}
-    assert scheme.format_of("p.weight", shapes) == (format, 12, columns)
+    held = {part: Held(tensor) for part, tensor in tensors.items()}
+    made = scheme.matrix("p.weight", held)
+    assert (made.format, made.rows, made.columns) == (format, 12, columns)
+    assert made.encoding.is_native
     target = QuantizedMatrix.empty(format, 12, columns, torch.float32, "cpu")
-    scheme.convert_into(target, tensors)
+    made.encoding.convert_into(target, tensors)
     assert torch.equal(target.codes.view(torch.uint8), matrix.codes.view(torch.uint8))
     assert torch.equal(target.scales, matrix.scales)
     assert matrix.zeros is None or torch.equal(target.zeros, matrix.zeros)
     with pytest.raises(CheckpointError, match=r"1 tensors that no file holds, p\.weight\.codes the first"):
         scheme.stored([name for name in names.values() if not name.endswith("codes")])
     with pytest.raises(CheckpointError, match=r"p\.weight\.scales has shape \[11, \d\].*wants \[12, \d\].*copy"):
-        scheme.format_of("p.weight", shapes | {"scales": (11, shapes["scales"][1])})
+        scheme.matrix("p.weight", held | {"scales": Held(matrix.scales[:11])})
 
 
 def test_checksums_go_by_the_files_of_the_opened_checkpoint(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +179,9 @@ def test_fragments_that_a_matrix_has_no_room_for_are_refused(store: Path) -> Non
     with pytest.raises(
         CheckpointError, match=r"q_proj\.weight: fragments of 64 .* do not divide 64 rows and 64 columns"
     ):
-        StoreScheme.open(store).format_of(parameter, {"codes": (64, 32), "scales": (64, 1)})
+        StoreScheme.open(store).matrix(
+            parameter, {"codes": Held(torch.empty(64, 32)), "scales": Held(torch.empty(64, 1))}
+        )
 
 
 def test_what_is_no_json_is_refused_with_its_line(store: Path) -> None:

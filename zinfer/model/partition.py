@@ -263,6 +263,7 @@ def partition_model(
         ConfigError: the rules cannot be applied to a weight, or a leaf contains layers; names it.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    weights = {name: _as_multiplied(name, weight, rules) for name, weight in weights.items()}
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
     packs = {name: tuple(pack) for pack in together for name in pack}
     form = find_form(rules, scales_columns=squares is not None)
@@ -272,6 +273,13 @@ def partition_model(
     pieces = _joined(_pieces(model, layers, find_leaves(model, layers, leaves)), bytes_of)
     blocks = [partitioner.finish(index, piece) for index, piece in enumerate(pieces)]
     return [_with_checksum(block, checksums) for block in blocks]
+
+
+def _as_multiplied(name: str, weight: Weight, rules: Quantization | None) -> Weight:
+    """Return a stored matrix with a scale a row where a product quantizes its input, which multiplies the codes."""
+    if rules is None or not isinstance(weight, StoredMatrix) or not rules.quantizes_input(name):
+        return weight
+    return weight.converted
 
 
 def _with_checksum(block: ModelBlock, checksums: Mapping[Path, str]) -> ModelBlock:
@@ -384,7 +392,7 @@ class _Partitioner:
             return self.form(name, module, parameter)
         shape, transposed = tuple(parameter.shape), isinstance(module, Conv1D)
         stored = SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
-        if not weight.scheme.is_native and all(piece.rows % FRAGMENT_ROWS == 0 for piece in weight.pieces):
+        if not weight.encoding.is_native and all(piece.rows % FRAGMENT_ROWS == 0 for piece in weight.pieces):
             stored = stored.arranged
         if self.rules is None or not self.rules.quantizes_input(name):
             return stored
@@ -399,7 +407,7 @@ class _Partitioner:
     def _converts(self, name: str, tensor: SlabTensor) -> bool:
         """Whether the stored parameter must be converted, not only copied into the slab."""
         weight = self.weights.get(name)
-        return isinstance(tensor, SlabMatrix) and not (isinstance(weight, StoredMatrix) and weight.scheme.is_native)
+        return isinstance(tensor, SlabMatrix) and not (isinstance(weight, StoredMatrix) and weight.encoding.is_native)
 
     def _extents(self, layout: SlabLayout, names: list[str]) -> Iterator[Extent]:
         """Yield the extents of weights that are stored in the slab's form."""
@@ -409,8 +417,7 @@ class _Partitioner:
                 yield from find_extents(weight, tensor)
             else:
                 assert isinstance(tensor, SlabMatrix)
-                for (part_name, entry), part in zip(weight.parts, tensor.parts(), strict=True):
-                    assert part.name == f"{tensor.name}.{part_name}"
+                for entry, part in weight.placed(tensor):
                     yield from find_extents(entry, part)
 
     def _conversion(self, block: Block, names: list[str]) -> Conversion:

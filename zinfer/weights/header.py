@@ -12,7 +12,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from math import prod
 from pathlib import Path
@@ -158,6 +158,11 @@ class TensorEntry:
     def pieces(self) -> tuple["TensorEntry", ...]:
         """Itself, as `JoinedTensor.pieces`."""
         return (self,)
+
+    def seen_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> "TensorEntry":
+        """Return the same bytes as another tensor."""
+        assert prod(shape) * dtype.itemsize == self.nbytes
+        return replace(self, dtype=dtype, shape=shape)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, Vali
 
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError
-from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.kernels.quantized import QuantFormat
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.whole_file import replace_file
 from zinfer.weights import Checkpoint
 from zinfer.weights.checkpoint import weights_sample
 from zinfer.weights.folder import STORE_NAME, check_file_name, unreadable
-from zinfer.weights.formats.scheme import PartGrid, Scheme, native_grid
+from zinfer.weights.formats.scheme import IN_PLACE, EncodedMatrix, Entry, Scheme
 
 _NAME = "name"
 
@@ -209,8 +209,6 @@ def read_manifest(folder: Path) -> Manifest:
 class StoreScheme(Scheme):
     """The scheme of `zinfer quantize`: parts are those of `QuantizedMatrix` and need no conversion."""
 
-    is_native = True
-
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._path, self._manifest = folder / MANIFEST_NAME, manifest
 
@@ -241,16 +239,16 @@ class StoreScheme(Scheme):
             )
         return found
 
-    def format_of(self, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[QuantFormat, int, int]:
+    def matrix(self, parameter: str, parts: Mapping[str, Entry]) -> EncodedMatrix[Entry]:
         stored = self._manifest.parameters[parameter]
-        format, columns, codes = stored.format, stored.columns, shapes["codes"]
+        format, columns, codes = stored.format, stored.columns, parts["codes"].shape
         rows = codes[0] if codes else 0
         expected = format.part_shapes(rows, columns)
-        for part, shape in shapes.items():
-            if tuple(shape) != expected[part]:
+        for part, entry in parts.items():
+            if tuple(entry.shape) != expected[part]:
                 raise CheckpointError(
-                    f"{parameter}.{part} has shape {list(shape)}, {MANIFEST_NAME} wants {list(expected[part])}: files "
-                    "and manifest are of different stores; copy the whole folder again"
+                    f"{parameter}.{part} has shape {list(entry.shape)}, {MANIFEST_NAME} wants {list(expected[part])}: "
+                    "files and manifest are of different stores; copy the whole folder again"
                 )
         try:
             format.check_shape(rows, columns)
@@ -258,12 +256,4 @@ class StoreScheme(Scheme):
             raise CheckpointError(
                 f"{self._path}: {parameter}: {error}: the manifest is damaged; copy the whole folder again"
             ) from error
-        return format, rows, columns
-
-    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
-        return native_grid(format, part, shape)
-
-    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
-        for name, part in parts.items():
-            own = getattr(target, name)
-            own.copy_(part.view(own.shape))  # what is cut in fragment order has dimensions of its own
+        return EncodedMatrix(format, rows, columns, IN_PLACE, parts)

@@ -5,7 +5,7 @@ A block's weights are quantized while they are loaded, or converted if the check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 from pathlib import Path
@@ -17,10 +17,11 @@ from zinfer.errors import CheckpointError
 from zinfer.kernels.quantize import Bounds, CannotQuantize, full_range, quantize_into
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.kernels.scaling import scale_columns_into
-from zinfer.offload.block import SlabLayout
+from zinfer.offload.block import SlabLayout, SlabTensor
 from zinfer.weights import Checkpoint, TensorEntry
 from zinfer.weights.formats import Scheme, find_scheme
-from zinfer.weights.formats.scheme import least_cut
+from zinfer.weights.formats.packing import GridToRows
+from zinfer.weights.formats.scheme import Encoding, least_cut
 from zinfer.weights.header import parse_object
 from zinfer.weights.native import METHOD, StoreScheme
 from zinfer.weights.slab_matrix import SlabMatrix
@@ -73,13 +74,13 @@ class StoredMatrix:
 
     Attributes:
         name: of the parameter in the checkpoint.
-        scheme: what the parts mean.
-        parts: the tensors by the scheme's names for them.
+        encoding: what the parts hold.
+        parts: the tensors by the encoding's names for them.
         format, rows, columns: of the resulting matrix.
     """
 
     name: str
-    scheme: Scheme
+    encoding: Encoding
     parts: tuple[tuple[str, StoredPart], ...]
     format: QuantFormat
     rows: int
@@ -87,10 +88,33 @@ class StoredMatrix:
 
     @classmethod
     def of(cls, parameter: str, scheme: Scheme, parts: Mapping[str, TensorEntry]) -> StoredMatrix:
-        """Make the matrix from a scheme's parts. Raises CheckpointError if their shapes contradict each other."""
-        shapes = {part: entry.shape for part, entry in parts.items()}
-        format, rows, columns = scheme.format_of(parameter, shapes)
-        return cls(parameter, scheme, tuple(parts.items()), format, rows, columns)
+        """Make the matrix from a scheme's parts. Raises CheckpointError if these contradict each other."""
+        made = scheme.matrix(parameter, parts)
+        return cls(parameter, made.encoding, tuple(made.parts.items()), made.format, made.rows, made.columns)
+
+    @property
+    def converted(self) -> StoredMatrix:
+        """The matrix with a scale a row and group, in the dtype of products, where it has a grid of E4M3; else itself.
+
+        Stacks of matrices whose rows end within a block are made so, and products that quantize their input.
+        """
+        if not self.format.in_grid or self.format.bits == 4:
+            return self
+        encoding = GridToRows(self.format)
+        format = encoding.rows_format(self.columns)
+        return StoredMatrix(self.name, encoding, self.parts, format, self.rows, self.columns)
+
+    def placed(self, tensor: SlabMatrix) -> Iterator[tuple[StoredPart, SlabTensor]]:
+        """Yield the parts of a matrix that needs no conversion, and the place of each in a slab."""
+        assert self.encoding.is_native
+        pieces = [dict(matrix.parts) for matrix in self.pieces]
+        for part in tensor.parts():
+            begin = part.offset
+            for parts in pieces:
+                entry = parts[part.name.removeprefix(f"{tensor.name}.")]
+                yield entry, replace(part, offset=begin)
+                begin += prod(entry.shape) * part.dtype.itemsize
+            assert begin == part.end, f"{tensor.name} has just the bytes of its pieces"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,7 +130,7 @@ class StoredMatrix:
         """What is cut together, because it shares a scale or a word."""
         rows, columns = ([each] for each in least_cut(self.format))
         for part, entry in self.parts:
-            grid = self.scheme.grid(self.format, self.rows, part, entry.shape)
+            grid = self.encoding.grid(self.format, self.rows, part, entry.shape)
             rows += [grid.rows.step] if grid.rows else []
             columns += [grid.columns.step] if grid.columns else []
         return Units(lcm(*rows), lcm(*columns), self.format.orders_columns)
@@ -127,7 +151,7 @@ class StoredMatrix:
             CheckpointError: the format cannot represent their values; names the parameter and its file.
         """
         try:
-            self.scheme.convert_into(target, parts)
+            self.encoding.convert_into(target, parts)
         except CheckpointError as error:
             raise CheckpointError(f"{self.file}: {self.name}: {error}") from error
 
@@ -152,19 +176,30 @@ class JoinedMatrix(StoredMatrix):
         is_whole = sum(matrix.rows for matrix in matrices) == prod(shape[:-1])
         if not is_whole or any(matrix.columns != shape[-1] for matrix in matrices):
             return None
-        if any(matrix.format != first.format for matrix in matrices) or first.format.orders_columns:
+        format = _format_of_stack(first)
+        is_one = all(matrix.format == first.format for matrix in matrices)
+        if not is_one or not all(format.can_follow(matrix.rows) for matrix in matrices[:-1]):
+            others = [matrix.converted for matrix in matrices]
+            return cls.join(name, shape, others) if others != list(matrices) else None
+        if format.orders_columns:
             return None
-        format = first.format
-        if format.group_rows is None:  # a scale per tensor: each row still stores it
-            format = replace(format, group_rows=1)
         parts = tuple(
             (f"{index}.{part}", entry) for index, matrix in enumerate(matrices) for part, entry in matrix.parts
         )
-        return cls(name, first.scheme, parts, format, prod(shape[:-1]), shape[-1], tuple(matrices))
+        return cls(name, first.encoding, parts, format, prod(shape[:-1]), shape[-1], tuple(matrices))
 
     @property
     def pieces(self) -> tuple[StoredMatrix, ...]:
         return self.matrices
+
+    @property
+    def converted(self) -> StoredMatrix:
+        others = [matrix.converted for matrix in self.matrices]
+        if others == list(self.matrices):
+            return self
+        joined = JoinedMatrix.join(self.name, (self.rows, self.columns), others)
+        assert joined is not None, f"matrices of {self.name} are converted to one format"
+        return joined
 
     @property
     def units(self) -> Units:
@@ -175,9 +210,18 @@ class JoinedMatrix(StoredMatrix):
         begin = 0
         for index, matrix in enumerate(self.matrices):
             rows = target.part(slice(begin, begin + matrix.rows))
-            own = replace(rows, format=replace(rows.format, group_rows=matrix.format.group_rows))
+            bands = matrix.format.group_rows, matrix.format.outer_rows
+            own = replace(rows, format=replace(rows.format, group_rows=bands[0], outer_rows=bands[1]))
             matrix.convert_into(own, {part: parts[f"{index}.{part}"] for part, _ in matrix.parts})
             begin += matrix.rows
+
+
+def _format_of_stack(first: StoredMatrix) -> QuantFormat:
+    """Return the format of matrices like the first that lie one below the other."""
+    format = first.format
+    if format.group_rows is None:  # a scale per tensor: each row still stores it, or in a grid each tensor
+        format = replace(format, group_rows=first.rows if format.in_grid else 1)
+    return format if format.outer is None else replace(format, outer_rows=format.outer_rows or first.rows)
 
 
 Squares: TypeAlias = Callable[[str], torch.Tensor | None]

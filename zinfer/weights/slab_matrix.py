@@ -167,7 +167,10 @@ def interleave(layout: SlabLayout, packs: Iterable[Sequence[str]]) -> SlabLayout
             begins.append([])
             for part in kind:
                 begins[-1].append(offset)
-                offset = align_up(offset + part.nbytes, SLAB_ALIGNMENT_BYTES)
+                offset += part.nbytes
+                if not matrices[0].format.in_grid:  # whose parts may have any size, and need not begin at a multiple
+                    offset = align_up(offset, SLAB_ALIGNMENT_BYTES)
+            offset = align_up(offset, SLAB_ALIGNMENT_BYTES)
         for matrix, own in zip(matrices, zip(*begins, strict=True), strict=True):
             tensors[matrix.name] = replace(matrix, offset=own[0], part_offsets=own)
     return SlabLayout(tuple(tensors.values()))

@@ -93,13 +93,13 @@ class CutMatrix(StoredMatrix):
         picks = bool(cut.dim) and whole.format.orders_columns
         format = replace(whole.format, picks_columns=picks or whole.format.picks_columns)
         parts = whole.parts
-        if whole.scheme.is_native or not picks:  # other tools store columns in their first order
+        if whole.encoding.is_native or not picks:  # other tools store columns in their first order
             parts = tuple((part, _cut_part(whole, part, entry, cut)) for part, entry in whole.parts)
         rows, columns = cut.shape(whole.shape)
-        return cls(whole.name, whole.scheme, parts, format, rows, columns, whole, cut)
+        return cls(whole.name, whole.encoding, parts, format, rows, columns, whole, cut)
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
-        if self.format.picks_columns and not self.scheme.is_native:
+        if self.format.picks_columns and not self.encoding.is_native:
             device = next(iter(parts.values())).device
             whole = QuantizedMatrix.empty(self.whole.format, self.whole.rows, self.whole.columns, target.dtype, device)
             self.whole.convert_into(whole, parts)
@@ -108,12 +108,12 @@ class CutMatrix(StoredMatrix):
             return
         ranges = self.cut.ranges if self.cut.dim else ((0, self.columns),)
         own = torch.cat([torch.arange(begin, end) for begin, end in ranges])
-        super().convert_into(target, self.scheme.of_cut(parts, self.whole.rows, self.whole.columns, own))
+        super().convert_into(target, self.encoding.of_cut(parts, self.whole.rows, self.whole.columns, own))
 
 
 def _cut_part(whole: StoredMatrix, part: str, entry: StoredPart, cut: Cut) -> StoredPart:
     assert isinstance(entry, TensorEntry), "a matrix is cut once"
-    grid = whole.scheme.grid(whole.format, whole.rows, part, entry.shape)
+    grid = whole.encoding.grid(whole.format, whole.rows, part, entry.shape)
     axis = grid.columns if cut.dim else grid.rows
     within: tuple[int, int] | None = None
     if cut.within is not None and grid.rows is not None:

@@ -20,6 +20,7 @@ from zinfer.weights.formats.packing import SLICE_ELEMENTS, bytes_of, fill_codes,
 from zinfer.weights.formats.scheme import (
     FLOATS,
     Axis,
+    Encoding,
     ForeignScheme,
     GroupSize,
     Layout,
@@ -33,7 +34,7 @@ from zinfer.weights.formats.scheme import (
 _ROW_AT_NIBBLE: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-class Awq(ForeignScheme):
+class Awq(ForeignScheme, Encoding):
     """Weights that AWQ's tools wrote; with ``zero_point`` false they have no zeros, or all zeros are 8."""
 
     marks = ("qweight", "qzeros", "scales")

@@ -36,6 +36,7 @@ from zinfer.weights.formats.scheme import (
     PATH,
     REMEDY,
     Axis,
+    Encoding,
     ForeignScheme,
     Layout,
     Nothing,
@@ -169,7 +170,7 @@ class _Sparsity(Section):
     format: Literal["dense"] = "dense"
 
 
-class CompressedTensors(ForeignScheme):
+class CompressedTensors(ForeignScheme, Encoding):
     """Weights that compressed-tensors wrote, in one or more groups of modules."""
 
     marks = ("weight_packed", "weight_scale")

@@ -12,32 +12,27 @@ not read: both stay in full precision.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from math import gcd, prod
 from typing import Annotated, Any, Final, Literal
 
 import torch
 from pydantic import ConfigDict, Field, PositiveInt
 
 from zinfer.errors import CheckpointError
-from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.weights.formats.packing import fill_codes, fill_scales
 from zinfer.weights.formats.scheme import (
     FLOATS,
-    Axis,
-    ForeignScheme,
     Layout,
     Nothing,
-    PartGrid,
+    PublishedScheme,
     Shapes,
-    check_dtypes,
+    e4m3_in_blocks,
     matrix_shape,
 )
 
 _USUAL_BLOCK: Final = (128, 128)
-_ONE: Final = ((), (1,), (1, 1))
+_ONE: Final[tuple[tuple[int, ...], ...]] = ((), (1,), (1, 1))
 
 
-class _E4m3(ForeignScheme):
+class _E4m3(PublishedScheme):
     """Weights of e4m3 floats, and scales beside them."""
 
     model_config = ConfigDict(extra="forbid")  # an unknown member may change what the codes stand for
@@ -64,58 +59,30 @@ class _E4m3(ForeignScheme):
     def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
         return ("weight",), tuple(self.marks)
 
-    def layout(self, parameter: str, shapes: Shapes) -> Layout:
-        rows, columns = matrix_shape(parameter, "weight", shapes)
-        part, *more = (part for part in shapes if part != "weight")
+    def places(self, parameter: str, parts: Collection[str]) -> Mapping[str, str]:
+        part, *more = (part for part in parts if part != "weight")
         if more:
             module = parameter.removesuffix(".weight")
             raise CheckpointError(f"{module} has both {part} and {more[0]}: remove one of them")
-        expected: list[tuple[int, ...]] = [*_ONE]
-        group_size = None
+        return {"codes": "weight", "scales": part}
+
+    def dtypes(self, parameter: str) -> Mapping[str, Collection[torch.dtype]]:
+        return {"codes": (torch.float8_e4m3fn,), "scales": self._scale_dtypes}
+
+    def layout(self, parameter: str, shapes: Shapes) -> Layout:
+        rows, columns = matrix_shape(parameter, "weight", shapes)
+        part = self.places(parameter, shapes)["scales"]
+        found, expected = shapes[part], list(_ONE)
         if self._block is not None:
-            grid = (-(-rows // self._block[0]), -(-columns // self._block[1]))
-            expected.insert(0, grid)
-            if shapes[part] == grid and grid[1] > 1:
-                group_size = gcd(self._block[1], columns)  # a cut last block has whole groups too
+            expected.insert(0, (-(-rows // self._block[0]), -(-columns // self._block[1])))
         if self._scales_rows:
             expected += [(rows, 1), (rows,)]
-        format = QuantFormat(8, group_size, is_float=True)
+        format = e4m3_in_blocks(rows, columns, self._block or (1, None))
+        if found in _ONE:
+            format = e4m3_in_blocks(rows, columns, (None, None))
+        elif self._scales_rows and found in ((rows, 1), (rows,)):
+            format = e4m3_in_blocks(rows, columns, (1, None))
         return format, rows, columns, {"weight": [(rows, columns)], part: expected}
-
-    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
-        if part == "weight":
-            return PartGrid(shape, Axis(0), Axis(1))
-        if prod(shape) == 1:
-            return PartGrid(shape)
-        if self._block is None or self._is_per_row(rows, shape):
-            return PartGrid(shape, Axis(0))
-        block_rows, block_columns = self._block
-        return PartGrid(shape, Axis(0, block_rows), None if format.group_size is None else Axis(1, block_columns))
-
-    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
-        (part,) = (part for part in parts if part != "weight")
-        check_dtypes(parts, {"weight": (torch.float8_e4m3fn,), part: self._scale_dtypes})
-        scales = parts[part]
-        if scales.dtype == torch.uint8:
-            scales = scales.view(torch.float8_e8m0fnu)
-        fill_scales(target, self._per_row(scales.float(), target), part)
-        fill_codes(target, parts["weight"].view(torch.uint8))
-
-    def _is_per_row(self, rows: int, shape: Sequence[int]) -> bool:
-        return self._scales_rows and shape[0] == rows and prod(shape) == rows
-
-    def _per_row(self, scales: torch.Tensor, target: QuantizedMatrix) -> torch.Tensor:
-        """Return scales as the target has them, [rows or 1, groups], from those of blocks, rows or the tensor."""
-        if scales.numel() == 1:
-            return scales.reshape(1, 1)
-        if self._block is None or self._is_per_row(target.rows, scales.shape):
-            return scales.reshape(-1, 1)
-        block_rows, block_columns = self._block
-        size = target.format.group_size
-        if size is not None:
-            groups = target.format.num_groups(target.columns)
-            scales = scales.repeat_interleave(block_columns // size, dim=1)[:, :groups]
-        return scales.repeat_interleave(block_rows, dim=0)[: target.rows]
 
 
 class Fp8(_E4m3):

@@ -24,6 +24,7 @@ from zinfer.weights.formats.scheme import (
     FLOATS,
     INTEGERS,
     Axis,
+    Encoding,
     ForeignScheme,
     GroupSize,
     Layout,
@@ -40,7 +41,7 @@ _ONE_IN_EACH: Final = {4: 0x11111111, 8: 0x01010101}
 _OVERRIDES: Final = frozenset({"bits", "group_size", "sym", "desc_act", "format", "checkpoint_format", "pack_dtype"})
 
 
-class Gptq(ForeignScheme):
+class Gptq(ForeignScheme, Encoding):
     """Weights that GPTQ's tools wrote.
 
     Attributes:

@@ -3,6 +3,9 @@
 Words have 32 bits and are little-endian; a row's first code is in the lowest bits.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
 from typing import Final
 
 import torch
@@ -10,7 +13,8 @@ import torch
 from zinfer.errors import CheckpointError
 from zinfer.kernels.marlin_layout import put_scales
 from zinfer.kernels.quantize import pack_int4
-from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.weights.formats.scheme import Encoding, PartGrid, native_grid
 
 SLICE_ELEMENTS: Final = 4 << 20  # elements converted at a time
 
@@ -89,6 +93,39 @@ def fill_zeros(target: QuantizedMatrix, zeros: torch.Tensor | None, part: str) -
             f"{part} holds the zero {found}, but quantization_config of config.json says that weights are symmetric "
             f"about {middle}: correct config.json (sym of gptq, zero_point of awq)"
         )
+
+
+@dataclass(frozen=True)
+class GridToRows(Encoding):
+    """Codes of E4M3 with a grid of scales, which are written once a row and group, in the dtype of products.
+
+    Args:
+        published: the format of the parts, as for `InPlace`.
+    """
+
+    published: QuantFormat
+
+    def rows_format(self, columns: int) -> QuantFormat:
+        """Return the format of a matrix of so many columns."""
+        size = self.published.group_size
+        if size is not None:
+            size = gcd(size, columns) if size < columns else None  # a cut last block has whole groups too
+        return QuantFormat(8, size, is_float=True)
+
+    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
+        return native_grid(self.published, part, shape)
+
+    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+        scales, published = parts["scales"].float(), self.published
+        size = target.format.group_size
+        if size is not None:
+            assert published.group_size is not None
+            groups = target.format.num_groups(target.columns)
+            scales = scales.repeat_interleave(published.group_size // size, dim=1)[:, :groups]
+        if published.group_rows is not None:
+            scales = scales.repeat_interleave(published.group_rows, dim=0)[: target.rows]
+        fill_scales(target, scales, "scales")
+        target.codes.copy_(parts["codes"])
 
 
 def fill_order(target: QuantizedMatrix, group_index: torch.Tensor, part: str) -> None:

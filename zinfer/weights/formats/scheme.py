@@ -7,9 +7,9 @@ know is refused with its key.
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Generic, Protocol, Self, TypeAlias, TypeVar, cast
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
@@ -50,7 +50,11 @@ def native_grid(format: QuantFormat, part: str, shape: tuple[int, ...]) -> PartG
     """Return how a part of a `QuantizedMatrix` lies over it."""
     if part in ("column_scales", "column_order"):
         return PartGrid(shape, columns=Axis(0))
+    if part == "outer_scales":
+        return PartGrid(shape)
     codes, groups = part == "codes", None if format.group_size is None else Axis(1, format.group_size)
+    if format.in_grid and not codes:
+        return PartGrid(shape, None if format.group_rows is None else Axis(0, format.group_rows), groups)
     if not format.in_fragments:
         columns = Axis(1, 8 // format.bits) if codes else groups
         return PartGrid(shape, Axis(0), columns)
@@ -69,6 +73,91 @@ def least_cut(format: QuantFormat) -> tuple[int, int]:
     return format.group_rows or 1, format.group_size or 1
 
 
+class Encoding(ABC):
+    """What the tensors stored for a matrix, its parts, hold: where its rows and columns lie, how they fill a slab."""
+
+    is_native: ClassVar[bool] = False
+    """Whether the parts are those of a `QuantizedMatrix` without conversion, so that a block may stream from disk."""
+
+    @abstractmethod
+    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
+        """Return how a part of this shape lies over a matrix of this format and so many rows."""
+
+    def of_cut(
+        self, parts: Mapping[str, torch.Tensor], rows: int, columns: int, own: torch.Tensor
+    ) -> Mapping[str, torch.Tensor]:
+        """Return cut parts with what they say of the whole matrix in terms of what is left of it.
+
+        Args:
+            rows, columns: of the whole matrix.
+            own: the columns that are left, by their numbers in the whole matrix.
+        """
+        return parts
+
+    @abstractmethod
+    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+        """Fill a matrix of the encoding's format from its parts, rounding scales to the target's dtype.
+
+        The parts are on one device, the target on the same or another; temporaries take up to twice the parts' size.
+
+        Raises:
+            CheckpointError: the data is invalid; names the part, not the parameter.
+        """
+
+
+class InPlace(Encoding):
+    """Parts that are those of a `QuantizedMatrix`, under its names for them: slabs hold the bytes of the file."""
+
+    is_native = True
+
+    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
+        return native_grid(format, part, shape)
+
+    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+        for name, part in parts.items():
+            own = getattr(target, name)
+            own.copy_(part.view(own.shape))  # what is cut in fragment order has dimensions of its own
+
+
+IN_PLACE: Final = InPlace()
+
+Entry = TypeVar("Entry", bound="StoredForm")
+
+
+@dataclass(frozen=True)
+class EncodedMatrix(Generic[Entry]):
+    """A matrix as its parts store it.
+
+    Attributes:
+        format, rows, columns: of the resulting matrix.
+        encoding: reads the parts.
+        parts: by the encoding's names for them.
+    """
+
+    format: QuantFormat
+    rows: int
+    columns: int
+    encoding: Encoding
+    parts: Mapping[str, Entry]
+
+
+class Typed(Protocol):
+    """What has a dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class StoredForm(Typed, Protocol):
+    """The form of a stored tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def seen_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Self:
+        """Return the same bytes as another tensor."""
+
+
 class Scheme(ABC):
     """How a checkpoint stores its quantized weights, as its config.json says.
 
@@ -76,9 +165,6 @@ class Scheme(ABC):
     (``qweight``). The tensors in the checkpoint decide which parameters are quantized; lists of ignored modules agree
     with them and are not read.
     """
-
-    is_native: ClassVar[bool] = False
-    """Whether the parts are those of a `QuantizedMatrix` without conversion, so that a block may stream from disk."""
 
     @property
     def part(self) -> str | None:
@@ -106,40 +192,15 @@ class Scheme(ABC):
         """
 
     @abstractmethod
-    def format_of(self, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[QuantFormat, int, int]:
-        """Return the format, rows and columns of a parameter as a quantized matrix.
+    def matrix(self, parameter: str, parts: Mapping[str, Entry]) -> EncodedMatrix[Entry]:
+        """Return a parameter as a quantized matrix.
 
         Args:
             parameter: a key of the result of `stored`.
-            shapes: of its parts.
+            parts: its parts, by the names there.
 
         Raises:
-            CheckpointError: shapes contradict each other or the config; names tensor and shape.
-        """
-
-    @abstractmethod
-    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
-        """Return how a part of this shape lies over a matrix of this format and so many rows."""
-
-    def of_cut(
-        self, parts: Mapping[str, torch.Tensor], rows: int, columns: int, own: torch.Tensor
-    ) -> Mapping[str, torch.Tensor]:
-        """Return cut parts with what they say of the whole matrix in terms of what is left of it.
-
-        Args:
-            rows, columns: of the whole matrix.
-            own: the columns that are left, by their numbers in the whole matrix.
-        """
-        return parts
-
-    @abstractmethod
-    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
-        """Fill a matrix of the format from `format_of` from its parts, rounding scales to the target's dtype.
-
-        The parts are on one device, the target on the same or another; temporaries take up to twice the parts' size.
-
-        Raises:
-            CheckpointError: the data is invalid; names the part, not the parameter.
+            CheckpointError: shapes or dtypes contradict each other or the config; names tensor and shape.
         """
 
 
@@ -213,7 +274,10 @@ INTEGERS: Final = (torch.int32, torch.int64)
 
 
 class ForeignScheme(Section, Scheme):
-    """A scheme that ``quantization_config`` describes: subclasses say which parts exist, this class checks them."""
+    """A scheme that ``quantization_config`` describes: subclasses say which parts exist, this class checks them.
+
+    A subclass that is an `Encoding` too converts its parts; of others, slabs hold the parts as they are.
+    """
 
     marks: ClassVar[Collection[str]]
     """Names of parts that only quantized modules have."""
@@ -258,7 +322,13 @@ class ForeignScheme(Section, Scheme):
             raise CheckpointError(f"{module} has both {required[0]} and a full weight: remove one of them")
         return {part: f"{module}.{part}" for part in dict.fromkeys(present)}
 
+    def matrix(self, parameter: str, parts: Mapping[str, Entry]) -> EncodedMatrix[Entry]:
+        format, rows, columns = self.format_of(parameter, {part: entry.shape for part, entry in parts.items()})
+        assert isinstance(self, Encoding), "a scheme whose parts are not converted places them"
+        return EncodedMatrix(format, rows, columns, self, parts)
+
     def format_of(self, parameter: str, shapes: Shapes) -> tuple[QuantFormat, int, int]:
+        """Return the format, rows and columns of a parameter. Raises CheckpointError as `matrix`, for shapes."""
         format, rows, columns, expected = self.layout(parameter, shapes)
         try:
             format.check_shape(rows, columns)
@@ -271,6 +341,52 @@ class ForeignScheme(Section, Scheme):
             if tuple(shape) not in expected[part]:
                 raise _contradiction(parameter, part, shape, " or ".join(str(list(each)) for each in expected[part]))
         return format, rows, columns
+
+
+class PublishedScheme(ForeignScheme):
+    """A scheme whose parts lie in slabs just as they are published; `layout` leaves the dtype of scales open."""
+
+    @abstractmethod
+    def places(self, parameter: str, parts: Collection[str]) -> Mapping[str, str]:
+        """Return the published name of each part of a `QuantizedMatrix`, of a parameter with these parts."""
+
+    @abstractmethod
+    def dtypes(self, parameter: str) -> Mapping[str, Collection[torch.dtype]]:
+        """Return the dtypes that each of those parts may have; scales of bytes are powers of two."""
+
+    def matrix(self, parameter: str, parts: Mapping[str, Entry]) -> EncodedMatrix[Entry]:
+        format, rows, columns = self.format_of(parameter, {part: entry.shape for part, entry in parts.items()})
+        names = self.places(parameter, parts)
+        dtypes = self.dtypes(parameter)
+        check_dtypes(parts, {name: dtypes[part] for part, name in names.items()}, parameter.removesuffix(".weight"))
+        return placed_matrix(format, rows, columns, {part: parts[name] for part, name in names.items()})
+
+
+def placed_matrix(format: QuantFormat, rows: int, columns: int, parts: Mapping[str, Entry]) -> EncodedMatrix[Entry]:
+    """Return a matrix whose published parts are seen as those of a `QuantizedMatrix`, byte for byte.
+
+    Args:
+        format: but for the dtype of scales, which is that of the published ones.
+        parts: by the names of a `QuantizedMatrix`.
+    """
+    dtype = parts["scales"].dtype
+    name = "float8_e8m0fnu" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+    format = replace(format, scale_dtype=cast("Any", name))
+    shapes = format.part_shapes(rows, columns)
+    seen = {part: entry.seen_as(format.part_dtype(part, dtype), shapes[part]) for part, entry in parts.items()}
+    return EncodedMatrix(format, rows, columns, IN_PLACE, seen)
+
+
+def e4m3_in_blocks(rows: int, columns: int, block: tuple[int | None, int | None]) -> QuantFormat:
+    """Return the format of E4M3 codes with a scale for each block of so many rows and columns; None: all of them."""
+    block_rows, block_columns = block
+    return QuantFormat(
+        8,
+        block_columns if block_columns is not None and block_columns < columns else None,
+        is_float=True,
+        group_rows=block_rows if block_rows is not None and block_rows <= rows else None,
+        in_grid=True,
+    )
 
 
 def group_of(size: int | None, columns: int) -> int | None:
@@ -286,13 +402,16 @@ def matrix_shape(parameter: str, part: str, shapes: Shapes) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def check_dtypes(parts: Mapping[str, torch.Tensor], expected: Mapping[str, Collection[torch.dtype]]) -> None:
-    """Raise CheckpointError for a part of an unexpected dtype."""
+def check_dtypes(
+    parts: Mapping[str, Typed], expected: Mapping[str, Collection[torch.dtype]], module: str | None = None
+) -> None:
+    """Raise CheckpointError for a part of an unexpected dtype; it names the module, if given, and the part."""
     for part, dtypes in expected.items():
         if part in parts and parts[part].dtype not in dtypes:
             wanted = " or ".join(str(dtype) for dtype in dtypes)
+            name = part if module is None else f"{module}.{part}"
             raise CheckpointError(
-                f"{part} is {parts[part].dtype}, not {wanted}: quantization_config of config.json does not describe "
+                f"{name} is {parts[part].dtype}, not {wanted}: quantization_config of config.json does not describe "
                 f"this checkpoint; download both again"
             )
 
