@@ -41,7 +41,7 @@ def fp8(**more: Any) -> dict[str, Any]:
 NOT_SUPPORTED = [
     *(
         ({"quant_method": method}, f"quant_method is '{method}'")
-        for method in ("bitsandbytes", "hqq", "marlin", "mxfp4")
+        for method in ("bitsandbytes", "hqq", "marlin", "vptq")
     ),
     ({"load_in_4bit": True}, "quant_method is None"),
     *((gptq(bits=bits), f"bits is {bits}: Input should be 4 or 8") for bits in (2, 3)),

@@ -234,7 +234,7 @@ def test_what_is_damaged_or_foreign_names_the_key(model: Path, tmp_path: Path) -
     (store / MANIFEST_NAME).write_bytes(manifest[:-9])
     with pytest.raises(CheckpointError, match=rf"manifest is damaged; .* {KEY}: remove {store}, and the next start"):
         start(model, tmp_path / "nvme", INT4)
-    (store / MANIFEST_NAME).write_bytes(manifest.replace(b'"format_version": 3', b'"format_version": 2'))
+    (store / MANIFEST_NAME).write_bytes(manifest.replace(b'"format_version": 4', b'"format_version": 2'))
     with pytest.raises(CheckpointError, match=rf"format_version is 2, .* {KEY}: remove {store}, and the next start"):
         start(model, tmp_path / "nvme", INT4)
     (store / MANIFEST_NAME).unlink()

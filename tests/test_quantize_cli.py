@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from zinfer.cli import app
+from zinfer.kernels.quantized import QuantFormat
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo" / "model"
 NUM_LAYERS = 24
@@ -136,15 +138,12 @@ def test_options_become_the_stores_settings(small: Path, tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     assert "ratio" in result.stdout
     members = document(tmp_path / "store")
-    wanted = {"bits": 4, "group_size": 32, "symmetric": False, "is_float": False, "group_rows": 1}
-    flags = {"scales_columns": False, "orders_columns": False, "picks_columns": False, "in_fragments": False}
-    assert formats_of(tmp_path / "store") == [wanted | flags]
+    assert formats_of(tmp_path / "store") == [asdict(QuantFormat(4, 32, symmetric=False))]
     kinds = {name.split(".", 3)[3] for name in members["parameters"]}
     assert kinds == {"mlp.gate_proj.weight", "mlp.up_proj.weight", "self_attn.q_proj.weight"}
     result = invoke(small, tmp_path / "other", "--format", "fp8", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    wanted = {"bits": 8, "group_size": None, "symmetric": True, "is_float": True, "group_rows": 1}
-    assert formats_of(tmp_path / "other") == [wanted | flags]
+    assert formats_of(tmp_path / "other") == [asdict(QuantFormat(8, is_float=True))]
 
 
 def test_a_configurations_section_is_the_same_as_options(small: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_what_lies_beside_the_weights_makes_it_a_models_folder(tmp_path: Path) -
     (folder / "additional_chat_templates" / "short.jinja").write_text("{{ messages }}")
     make_store(folder, tmp_path / "store", bits=8)
     stored = json.loads((tmp_path / "store" / "config.json").read_text())
-    method = {"quant_method": "zinfer", "format_version": 3}
+    method = {"quant_method": "zinfer", "format_version": 4}
     assert stored == config | {"dtype": "float32", "quantization_config": method}
     copied = {name for name in contents(folder) if not name.endswith((".safetensors", "config.json", "index.json"))}
     copied |= {"tokenizer_config.json", "generation_config.json"}

@@ -120,12 +120,12 @@ def first_format(d: Document) -> Document:
 
 
 FAULTS: dict[str, tuple[Callable[[Document], object], str]] = {
-    "another version": (lambda d: d.update(format_version=4), r"format_version is 4, this zinfer reads 3; write the"),
+    "another version": (lambda d: d.update(format_version=5), r"format_version is 5, this zinfer reads 4; write the"),
     "the former version": (
         lambda d: d.update(format_version=2, formats=[]),
-        r"format_version is 2, this zinfer reads 3; write the store again with zinfer quantize",
+        r"format_version is 2, this zinfer reads 4; write the store again with zinfer quantize",
     ),
-    "no version": (lambda d: d.pop("format_version"), r"format_version is missing, this zinfer reads 3"),
+    "no version": (lambda d: d.pop("format_version"), r"format_version is missing, this zinfer reads 4"),
     "no identity": (lambda d: d.pop("identity"), r"json: identity: Field required: the manifest is damaged; copy the"),
     "a source that is no text": (
         lambda d: d["identity"]["source"].update(fingerprint=1),

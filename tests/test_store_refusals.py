@@ -128,7 +128,7 @@ def test_a_second_writer_is_refused(model: Path, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda text: text[: len(text) // 2], r"Invalid JSON.* line \d+ .*the manifest is damaged"),
-        (lambda text: text.replace('"format_version": 3', '"format_version": 2'), r"format_version is 2, this zinfer"),
+        (lambda text: text.replace('"format_version": 4', '"format_version": 2'), r"format_version is 2, this zinfer"),
         (lambda text: "", r"Invalid JSON"),
     ],
 )

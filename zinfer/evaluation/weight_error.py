@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.model.build import build_meta_model
-from zinfer.model.matching import match_weights
+from zinfer.model.matching import holds_transpose, match_weights
 from zinfer.weights import Checkpoint, JoinedTensor, TensorEntry
 from zinfer.weights.quantized import StoredMatrix, find_stored_scheme
 
@@ -53,13 +52,13 @@ def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixErro
     for name, matrix in stored.items():
         weight = full[name]
         if isinstance(matrix, StoredMatrix) and isinstance(weight, TensorEntry | JoinedTensor):
-            transposed = isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)
+            transposed = holds_transpose(model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name))
             yield _compare(name, weight, matrix, transposed=transposed)
 
 
 def _compare(name: str, weight: TensorEntry | JoinedTensor, stored: StoredMatrix, *, transposed: bool) -> MatrixError:
     values = torch.cat([piece.read().flatten() for piece in weight.pieces]).view(weight.shape)
-    values = values.t() if transposed else values.reshape(stored.rows, stored.columns)
+    values = (values.transpose(-1, -2) if transposed else values).reshape(stored.rows, stored.columns)
     parts = {part: piece for part, entry in stored.parts for piece in entry.pieces}
     tensors = {part: entry.read() for part, entry in parts.items()}
     matrix = QuantizedMatrix(stored.format, stored.columns, tensors["scales"].dtype, **tensors)

@@ -107,12 +107,9 @@ def _names(module: Any) -> tuple[str, str]:
 
 
 def _stored(parameter: torch.Tensor, is_transposed: bool) -> ExpertWeights | None:
-    """Return the experts' matrices as the product needs them; None if it does not support them.
-
-    Quantized matrices that the module holds transposed have groups along the outputs, not along the summed dimension.
-    """
+    """Return the experts' matrices as the product needs them; None if it does not support them."""
     if isinstance(parameter, QuantizedParameter):
-        return None if is_transposed or parameter.dim() != 3 else parameter.matrix
+        return parameter.matrix if parameter.dim() == 3 and parameter.transposed == is_transposed else None
     if type(parameter) not in (nn.Parameter, torch.Tensor):
         return None
     return parameter.detach().transpose(1, 2) if is_transposed else parameter.detach()

@@ -184,7 +184,7 @@ def _checkpoint_dtype(config: transformers.PretrainedConfig, checkpoint: Checkpo
     if dtype is None:
         nbytes: Counter[torch.dtype] = Counter()
         for entry in checkpoint.tensors.values():
-            if entry.dtype.is_floating_point:
+            if entry.dtype.is_floating_point and entry.dtype.itemsize > 1:  # narrower ones are codes and scales
                 nbytes[entry.dtype] += entry.nbytes
         if not nbytes:
             raise CheckpointError(f"{checkpoint.folder}: the checkpoint holds no floating-point tensor")

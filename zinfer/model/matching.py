@@ -315,11 +315,17 @@ def _check_form(name: str, entry: TensorEntry | JoinedTensor | CutTensor, wanted
         )
 
 
+def holds_transpose(module: nn.Module, parameter: torch.Tensor) -> bool:
+    """Return whether a module holds the transpose of a linear layer's matrix, or those of its experts' (gpt-oss)."""
+    is_of_experts = parameter.dim() == 3 and bool(getattr(module, "is_transposed", False))
+    return isinstance(module, Conv1D) or is_of_experts
+
+
 def _check_stored(name: str, matrix: StoredMatrix, model: nn.Module) -> None:
-    module = model.get_submodule(name.rpartition(".")[0])
-    wanted = tuple(model.get_parameter(name).shape)
-    shape = (matrix.columns, matrix.rows) if isinstance(module, Conv1D) else (matrix.rows, matrix.columns)
-    if shape != (prod(wanted[:-1]), wanted[-1]):  # experts are stored one below the other
+    module, parameter = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
+    wanted, shape = tuple(parameter.shape), (matrix.rows, matrix.columns)
+    natural = (*wanted[:-2], wanted[-1], wanted[-2]) if holds_transpose(module, parameter) else wanted
+    if shape != (prod(natural[:-1]), natural[-1]):  # experts are stored one below the other
         raise CheckpointError(
             f"{matrix.file}: {matrix.name} has shape {list(shape)}, the model's {name} has {list(wanted)}: "
             f"config.json describes another model, or the file is damaged"

@@ -16,14 +16,13 @@ from typing import Final
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from zinfer.config.quantization_rules import Quantization
 from zinfer.config.settings import NO_LEAVES, LeafModules
 from zinfer.config.values import BlockClass
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.kernels.quantized import FRAGMENT_ROWS
-from zinfer.model.matching import Weight
+from zinfer.model.matching import Weight, holds_transpose
 from zinfer.model.quantize import Form, find_form, find_rounding
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
@@ -390,7 +389,7 @@ class _Partitioner:
         weight = self.weights.get(name)
         if not isinstance(weight, StoredMatrix):
             return self.form(name, module, parameter)
-        shape, transposed = tuple(parameter.shape), isinstance(module, Conv1D)
+        shape, transposed = tuple(parameter.shape), holds_transpose(module, parameter)
         stored = SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
         if not weight.encoding.is_native and all(piece.rows % FRAGMENT_ROWS == 0 for piece in weight.pieces):
             stored = stored.arranged

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from zinfer.config.quantization_rules import Quantization, QuantizationType, QuantRule
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.kernels.quantize import CannotQuantize, full_range, least_error_range, quantize
+from zinfer.model.matching import holds_transpose
 from zinfer.offload.block import SlabTensor
 from zinfer.weights.parameter import QuantizedParameter
 from zinfer.weights.quantized import Rounding, Squares
@@ -26,7 +27,7 @@ Form: TypeAlias = Callable[[str, nn.Module, torch.Tensor], SlabTensor]
 def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Form:
     """Return the form of parameters in slabs: matrices that match a rule as codes and scales, others in full.
 
-    Matrices are the weights of linear layers (transposed in transformers' Conv1D) and the stacked ones of experts.
+    Matrices are the weights of linear layers and the stacked ones of experts; some modules hold their transposes.
     Embeddings and convolutions are never quantized.
 
     Args:
@@ -43,7 +44,7 @@ def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Fo
         if isinstance(module, KEPT_MODULES):
             return plain
         has_scales = scales_columns and isinstance(module, nn.Linear | Conv1D)
-        return quantized_form(rules, plain, transposed=isinstance(module, Conv1D), scales_columns=has_scales)
+        return quantized_form(rules, plain, transposed=holds_transpose(module, parameter), scales_columns=has_scales)
 
     return form
 
@@ -96,10 +97,8 @@ def quantize_transformer(
                 place = form(name, module, parameter)
                 if not isinstance(place, SlabMatrix):
                     continue
-                weight = parameter.detach()
-                weight = weight.t() if place.transposed else weight.view(place.rows, place.columns)
                 try:
-                    matrix = quantize(weight, place.format)
+                    matrix = quantize(place.rows_of(parameter.detach()), place.format)
                 except CannotQuantize as error:
                     raise CheckpointError(f"{name} cannot be quantized: {error}") from error
                 done[parameter] = QuantizedParameter.make(matrix, place.shape, transposed=place.transposed)

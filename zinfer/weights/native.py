@@ -107,7 +107,9 @@ def _written(files: Mapping[Path, FileIdentity]) -> str:
 MANIFEST_NAME: Final = STORE_NAME
 METHOD: Final = "zinfer"
 """``quant_method`` in the ``quantization_config`` of a store's config.json."""
-FORMAT_VERSION: Final = 3  # 1: codes in the order of rows only; 2: blocks of an unfinished store in a second file
+FORMAT_VERSION: Final = 4
+"""1: codes in the order of rows only. 2: blocks of an unfinished store in a second file. 3: inputs in the rows of
+experts that modules hold transposed (gpt-oss's)."""
 
 _WRITE_AGAIN: Final = "copy the whole folder again, or write the store again with zinfer quantize"
 
@@ -145,7 +147,7 @@ class Manifest(_Part):
         blocks: by file name; in a finished store, in the model's order.
     """
 
-    format_version: Literal[3]
+    format_version: Literal[4]
     finished: bool = False
     identity: Identity
     parameters: dict[str, StoredParameter]

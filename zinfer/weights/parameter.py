@@ -26,7 +26,8 @@ class QuantizedParameter(nn.Parameter):
 
     Attributes:
         matrix: [rows, columns], as stored.
-        transposed: the parameter is the matrix's transpose, [columns, rows] (transformers' Conv1D).
+        transposed: the parameter is the matrix's transpose, [columns, rows] (transformers' Conv1D), or holds the
+            transpose of each of several.
         quantizes_input: products quantize their input as the weights are, to INT8 (as in ZeroQuant) or FP8.
         picked: the columns of a wider input that are this matrix's, [columns]; None: all, as they are.
     """
@@ -62,16 +63,19 @@ class QuantizedParameter(nn.Parameter):
     def dequantized(self) -> torch.Tensor:
         """Return the full weight in a new tensor."""
         values = dequantize(self.matrix)
-        return values.t() if self.transposed else values.view(self.shape)
+        if not self.transposed:
+            return values.view(self.shape)
+        return values.view(*self.shape[:-2], self.shape[-1], self.shape[-2]).transpose(-1, -2)
 
     def part(self, index: int) -> "QuantizedParameter":
         """Return one of several stacked matrices."""
-        num_matrices, rows, columns = self.shape
+        num_matrices, *shape = self.shape
+        rows = shape[1] if self.transposed else shape[0]
         if not -num_matrices <= index < num_matrices:
             raise IndexError(f"index {index} is out of range for {num_matrices} matrices")
         begin = index % num_matrices * rows
         part = self.matrix.part(slice(begin, begin + rows))
-        return QuantizedParameter.make(part, (rows, columns), quantizes_input=self.quantizes_input)
+        return QuantizedParameter.make(part, shape, transposed=self.transposed, quantizes_input=self.quantizes_input)
 
     @classmethod
     def __torch_function__(
@@ -133,7 +137,8 @@ def _transposed(weight: Any) -> Any:
 
 
 def _matmul(input: Any, other: Any) -> Any:
-    is_product = isinstance(other, QuantizedParameter) and other.transposed and input.dim() > 1
+    is_matrix = isinstance(other, QuantizedParameter) and other.dim() == 2
+    is_product = is_matrix and other.transposed and input.dim() > 1
     return other.multiplied(input, None) if is_product else NotImplemented
 
 

@@ -297,9 +297,16 @@ class Quantizing:
                 tensor.view(target).copy_(weights[tensor.name])
 
     def _quantize(self, tensor: SlabMatrix, weight: torch.Tensor, target: torch.Tensor) -> None:
-        rows = weight.t() if tensor.transposed else weight.view(tensor.rows, tensor.columns)
+        matrix, is_of_several = tensor.matrix(target), tensor.transposed and weight.dim() == 3
+        pieces = (
+            weight.transpose(1, 2) if is_of_several else [tensor.rows_of(weight)]
+        )  # one at a time takes less memory
+        begin = 0
         try:
-            self.rounding.into(tensor.matrix(target), rows, self.names.get(tensor.name, tensor.name))
+            for rows in pieces:
+                part = matrix.part(slice(begin, begin + len(rows)))
+                self.rounding.into(part, rows, self.names.get(tensor.name, tensor.name))
+                begin += len(rows)
         except CannotQuantize as error:
             raise CheckpointError(
                 f"{self.block}: {tensor.name} cannot be quantized: {error}; leave it out "

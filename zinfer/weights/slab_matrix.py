@@ -33,7 +33,7 @@ class SlabMatrix(SlabTensor):
     """The layout of a quantized parameter in a slab; ``dtype`` and ``shape`` are those that its module sees.
 
     Args:
-        transposed: the module holds the matrix's transpose, [columns, rows].
+        transposed: the module holds the matrix's transpose, [columns, rows]; of stacked ones the transpose of each.
         quantizes_input: products quantize their input too.
         part_offsets: where its parts begin; by default one after another from ``offset`` on.
     """
@@ -49,11 +49,12 @@ class SlabMatrix(SlabTensor):
 
     @property
     def rows(self) -> int:
-        return self.shape[-1] if self.transposed else self.numel // max(self.shape[-1], 1)
+        """Rows of all matrices, which are stacked one below the other."""
+        return prod(self.shape[:-2]) * self.shape[-1] if self.transposed else self.numel // max(self.shape[-1], 1)
 
     @property
     def columns(self) -> int:
-        return self.shape[0] if self.transposed else self.shape[-1]
+        return self.shape[-2] if self.transposed else self.shape[-1]
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +72,12 @@ class SlabMatrix(SlabTensor):
     @property
     def arranged(self) -> SlabMatrix:
         """The matrix with codes and scales in the order that products need, stacked matrices one by one."""
-        rows = self.rows if self.transposed else self.shape[-2]
+        rows = self.shape[-1] if self.transposed else self.shape[-2]
         return replace(self, format=self.format.arranged(rows, self.columns))
+
+    def rows_of(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a full weight, of the parameter's shape, as the matrix [rows, columns]."""
+        return (weight.transpose(-1, -2) if self.transposed else weight).reshape(self.rows, self.columns)
 
     def matrix(self, slab: torch.Tensor) -> QuantizedMatrix:
         """Return the matrix as views of the slab's bytes (uint8)."""
@@ -110,7 +115,7 @@ def quantized_form(
 
     Args:
         tensor: the parameter in full precision, under its name in the model.
-        transposed: its module holds the matrix's transpose.
+        transposed: its module holds the matrix's transpose, or those of several.
         scales_columns: the matrix has column scales, from a calibration.
 
     Raises:
@@ -119,7 +124,7 @@ def quantized_form(
     shape = tensor.shape
     if rules is None or len(shape) not in (2, 3) or not tensor.dtype.is_floating_point:
         return tensor
-    columns = shape[0] if transposed else shape[-1]
+    columns = shape[-2] if transposed else shape[-1]
     format = rules.format_for(tensor.name, tensor.numel // max(columns, 1), columns)
     if format is None:
         return tensor

@@ -26,11 +26,14 @@ def cut_matrix(whole: StoredMatrix, cut: Cut, shape: tuple[int, ...], *, transpo
     Args:
         cut: of the parameter.
         shape: of the whole parameter: [rows, columns], or several matrices of [rows, columns].
-        transposed: the parameter is the matrix's transpose.
+        transposed: the parameter is the matrix's transpose, or holds those of several.
 
     Raises:
         ConfigError: the cut would divide what shares a scale or a word.
     """
+    if transposed and len(shape) == 3:  # seen as the matrices lie, each [rows, columns]
+        cut, shape = replace(cut, dim=(0, 2, 1)[cut.dim]), (shape[0], shape[2], shape[1])
+        transposed = False
     if matrix_dim(cut.dim, len(shape), transposed=transposed):
         own = Cut(1, cut.ranges, cut.within and _rows_of(shape, *cut.within))
     else:
@@ -44,8 +47,8 @@ def cut_matrix(whole: StoredMatrix, cut: Cut, shape: tuple[int, ...], *, transpo
 
 
 def matrix_dim(dim: int, num_dims: int, *, transposed: bool) -> int:
-    """Return whether a parameter's dimension holds rows (0) or columns (1) of its matrix."""
-    return int((dim == num_dims - 1) != transposed)
+    """Return whether a parameter's dimension holds rows (0), also of several matrices, or columns (1)."""
+    return int(dim >= num_dims - 2 and (dim == num_dims - 1) != transposed)
 
 
 def _row_ranges(cut: Cut, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:

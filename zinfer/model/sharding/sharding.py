@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from zinfer.config.parallel import TensorParallel
 from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
-from zinfer.model.matching import Weight
+from zinfer.model.matching import Weight, holds_transpose
 from zinfer.model.partition import find_layers
 from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.grain import Grain
@@ -228,8 +228,8 @@ def _head_dim(config: Any, num_heads: int) -> int:
 
 def _forms(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Return the shapes of parameters, and whether they are transposed matrices."""
-    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
-    return {name: (tuple(model.get_parameter(name).shape), isinstance(own, Conv1D)) for name, own in owners.items()}
+    held = {name: (model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)) for name in names}
+    return {name: (tuple(parameter.shape), holds_transpose(own, parameter)) for name, (own, parameter) in held.items()}
 
 
 def _width_changes(

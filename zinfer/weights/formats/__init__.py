@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from zinfer.errors import CheckpointError
 from zinfer.weights.formats.awq import Awq
 from zinfer.weights.formats.compressed_tensors import CompressedTensors
+from zinfer.weights.formats.fp4 import Mxfp4
 from zinfer.weights.formats.fp8 import FbgemmFp8, Fp8
 from zinfer.weights.formats.gptq import Gptq
 from zinfer.weights.formats.scheme import PATH, REMEDY, ForeignScheme, Scheme, refusal
@@ -24,6 +25,7 @@ _METHODS: Final[Mapping[str, type[ForeignScheme]]] = {
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
     "fbgemm_fp8": FbgemmFp8,
+    "mxfp4": Mxfp4,
 }
 
 

@@ -307,11 +307,20 @@ class ForeignScheme(Section, Scheme):
         names = set(names)
         split = (name.rpartition(".") for name in names)
         modules = sorted({module for module, _, part in split if part in self.marks})
-        return {f"{module}.weight": self._parts_of(module, names) for module in modules}
+        return {f"{module}.weight": self.parts_of(module, names) for module in modules}
 
-    def _parts_of(self, module: str, names: Collection[str]) -> dict[str, str]:
+    def parts_of(self, module: str, names: Collection[str], between: str = ".") -> dict[str, str]:
+        """Return the names of a module's parts.
+
+        Args:
+            names: of all tensors in the checkpoint.
+            between: stands between the names of the module and of a part.
+
+        Raises:
+            CheckpointError: as `stored`.
+        """
         required, optional = self.part_names(module)
-        present = [part for part in (*required, *optional, "weight") if f"{module}.{part}" in names]
+        present = [part for part in (*required, *optional, "weight") if f"{module}{between}{part}" in names]
         missing = [part for part in required if part not in present]
         if missing:
             raise CheckpointError(
@@ -320,7 +329,7 @@ class ForeignScheme(Section, Scheme):
             )
         if "weight" in present and "weight" not in required:
             raise CheckpointError(f"{module} has both {required[0]} and a full weight: remove one of them")
-        return {part: f"{module}.{part}" for part in dict.fromkeys(present)}
+        return {part: f"{module}{between}{part}" for part in dict.fromkeys(present)}
 
     def matrix(self, parameter: str, parts: Mapping[str, Entry]) -> EncodedMatrix[Entry]:
         format, rows, columns = self.format_of(parameter, {part: entry.shape for part, entry in parts.items()})
@@ -339,7 +348,7 @@ class ForeignScheme(Section, Scheme):
             ) from error
         for part, shape in shapes.items():
             if tuple(shape) not in expected[part]:
-                raise _contradiction(parameter, part, shape, " or ".join(str(list(each)) for each in expected[part]))
+                raise contradiction(parameter, part, shape, " or ".join(str(list(each)) for each in expected[part]))
         return format, rows, columns
 
 
@@ -398,7 +407,7 @@ def matrix_shape(parameter: str, part: str, shapes: Shapes) -> tuple[int, int]:
     """Return the shape of a part. Raises CheckpointError if it does not have two dimensions."""
     shape = shapes[part]
     if len(shape) != 2:
-        raise _contradiction(parameter, part, shape, "a matrix")
+        raise contradiction(parameter, part, shape, "a matrix")
     return shape[0], shape[1]
 
 
@@ -416,7 +425,8 @@ def check_dtypes(
             )
 
 
-def _contradiction(parameter: str, part: str, shape: Sequence[int], wanted: str) -> CheckpointError:
+def contradiction(parameter: str, part: str, shape: Sequence[int], wanted: str) -> CheckpointError:
+    """Return the error to raise for a part of an unexpected shape."""
     tensor = f"{parameter.removesuffix('weight')}{part}"
     return CheckpointError(
         f"{tensor} has shape {list(shape)}, which does not go with its other parts and quantization_config "
