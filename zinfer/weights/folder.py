@@ -7,15 +7,23 @@ commands refuse a misspelt name at once.
 
 import os
 import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import NoReturn
 
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from zinfer.errors import CheckpointError
+from zinfer.nvme.file_identity import FileIdentity
 
 MAX_LISTED = 8
 MAX_NAME = 120
+DOWNLOAD_AGAIN = "the file is corrupted: download it again"
+TRUNCATED = "the file is cut short: download it again"
 
 
 def unreadable(path: Path | str, error: OSError) -> CheckpointError:
@@ -35,6 +43,34 @@ def listed(names: list[str]) -> str:
     """Return the first few names and the number of others."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more
+
+
+def fail(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
+    """Raise the CheckpointError for a file."""
+    raise CheckpointError(f"{path}: {what}: {remedy}")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BufferedReader, FileIdentity]]:
+    """Open a file of weights and yield it with its identity.
+
+    Raises:
+        CheckpointError: it cannot be read, within the context too, or is not a regular file.
+    """
+    try:
+        # Checked before opening: opening a named pipe would wait for a writer forever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            fail(path, "not a regular file", "name the file with the weights itself")
+        with path.open("rb") as file:
+            yield file, FileIdentity.from_stat(os.fstat(file.fileno()))
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def check_pointer(path: Path, beginning: bytes) -> None:
+    """Refuse a file that begins as a Git LFS pointer."""
+    if beginning.startswith(b"version "):
+        fail(path, "a Git LFS pointer, not the weights", "run `git lfs pull` in its folder")
 
 
 CONFIG_NAME = "config.json"

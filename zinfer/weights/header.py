@@ -6,14 +6,10 @@ broken text or numbers that overflow.
 
 import hashlib
 import json
-import os
 import re
-import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +18,7 @@ import torch
 
 from zinfer.errors import CheckpointError
 from zinfer.nvme.file_identity import FileIdentity
-from zinfer.weights.folder import shorten, unreadable
+from zinfer.weights.folder import DOWNLOAD_AGAIN, TRUNCATED, check_pointer, fail, opened, shorten
 
 MAX_NATURAL = 2**64 - 1
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -125,8 +121,6 @@ DTYPES = {
     "U64": torch.uint64,
 }
 SUB_BYTE_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
-DOWNLOAD_AGAIN = "the file is corrupted: download it again"
-TRUNCATED = "the file is cut short: download it again"
 
 
 @dataclass(frozen=True)
@@ -239,34 +233,6 @@ def read_header(path: Path) -> Header:
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     _check_cover(path, entries, len(raw), identity.num_bytes)
     return Header(path, {entry.name: entry for entry in entries}, identity, hashlib.sha256(raw).hexdigest())
-
-
-def fail(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
-    """Raise the CheckpointError for a file."""
-    raise CheckpointError(f"{path}: {what}: {remedy}")
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[BufferedReader, FileIdentity]]:
-    """Open a file of weights and yield it with its identity.
-
-    Raises:
-        CheckpointError: it cannot be read, within the context too, or is not a regular file.
-    """
-    try:
-        # Checked before opening: opening a named pipe would wait for a writer forever.
-        if not stat.S_ISREG(path.stat().st_mode):
-            fail(path, "not a regular file", "name the file with the weights itself")
-        with path.open("rb") as file:
-            yield file, FileIdentity.from_stat(os.fstat(file.fileno()))
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def check_pointer(path: Path, beginning: bytes) -> None:
-    """Refuse a file that begins as a Git LFS pointer."""
-    if beginning.startswith(b"version "):
-        fail(path, "a Git LFS pointer, not the weights", "run `git lfs pull` in its folder")
 
 
 def _read_raw(path: Path) -> tuple[bytes, FileIdentity]:

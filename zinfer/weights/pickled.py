@@ -30,19 +30,8 @@ from typing import Any, BinaryIO, Final, NoReturn
 import torch
 
 from zinfer.errors import CheckpointError
-from zinfer.weights.folder import listed, shorten
-from zinfer.weights.header import (
-    DOWNLOAD_AGAIN,
-    DTYPES,
-    MAX_DIMENSION,
-    MAX_NATURAL,
-    TRUNCATED,
-    Header,
-    TensorEntry,
-    check_pointer,
-    fail,
-    opened,
-)
+from zinfer.weights.folder import DOWNLOAD_AGAIN, TRUNCATED, check_pointer, fail, listed, opened, shorten
+from zinfer.weights.header import DTYPES, MAX_DIMENSION, MAX_NATURAL, Header, TensorEntry
 
 MAX_PICKLE_BYTES: Final = 8 << 20
 """Limit of the pickle, and of the archive's directory: about 60,000 tensors a file."""
