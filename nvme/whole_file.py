@@ -63,3 +63,10 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is kept between runs: `$XDG_CACHE_HOME/zinfer`, by default `~/.cache/zinfer`."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # Relative paths must be ignored (XDG Base Directory Specification).
+    return (home if home.is_absolute() else Path.home() / ".cache") / "zinfer"

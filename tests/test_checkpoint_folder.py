@@ -170,7 +170,7 @@ def test_neither_a_path_nor_a_hub_name(name: str, tmp_path: Path, monkeypatch: p
         ("https://hf.co/a", "'https://hf.co/a': an address, and zinfer downloads nothing"),
         ("s3://bucket/model", "'s3://bucket/model': an address, and zinfer downloads nothing"),
         ("./org/name", "'./org/name': no such folder: pass the folder that holds config.json"),
-        ("org/name-GGUF", "name-GGUF is in GGUF by its name: zinfer reads no GGUF: download the model that it was"),
+        ("org/name-GGUF", "zinfer does not download, run `hf download org/name-GGUF --include '*Q4_K_M*'` first"),
         ("https://huggingface.co/org/name", "'org/name': no such folder, and not in the Hugging Face cache"),
     ],
 )
@@ -189,7 +189,10 @@ def test_the_address_of_a_page_on_the_hub_is_the_name_that_it_holds(cache: Path)
     [
         ("model.safetensors", "a file, not a model folder: pass the folder that holds config.json"),
         ("config.json", "a file, not a model folder"),
-        ("model.Q4.gguf", "a file in another format: zinfer reads no GGUF: download the model that it was made from"),
+        (
+            "model.Q4.gguf",
+            "byte 0: the beginning of a GGUF file takes 8 bytes, and 0 are left in the file",
+        ),
         ("pytorch_model.bin", "a file, not a model folder: pass the folder that holds config.json"),
         ("consolidated.00.pth", "a file in another format"),
     ],
@@ -208,7 +211,6 @@ def test_a_file(tmp_path: Path, file_name: str, what: str) -> None:
         (["config.json", "optimizer.bin"], "no safetensors, only optimizer.bin: convert the model, with"),
         (["pytorch_model.bin"], "no config.json beside the weights: download it from where the weights came"),
         (["consolidated.00.pth", "params.json"], "no safetensors, only consolidated.00.pth: convert the model, with"),
-        (["model.Q4.gguf"], "no safetensors, only model.Q4.gguf: zinfer reads no GGUF: download the model that it"),
         (["config.json", "tokenizer.json"], "a config.json but no *.safetensors: download the weights into it"),
         (["model.safetensors"], "no config.json beside the weights: download it from where the weights came"),
         (["notes.txt"], "not a model folder, no config.json and no *.safetensors, it holds notes.txt: pass another"),

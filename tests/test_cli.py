@@ -315,8 +315,8 @@ NO_MODELS = {
     "": "the model's name is empty",
     "./nothere": "'./nothere': no such folder: pass the folder that holds config.json",
     "org/absent": "'org/absent': no such folder, ",
-    "hub.gguf": "zinfer reads no GGUF",
-    "org/absent-GGUF": "zinfer reads no GGUF",
+    "hub.gguf": "'hub.gguf': no such file: check the path",
+    "org/absent-GGUF": "run `hf download org/absent-GGUF --include '*Q4_K_M*'` first",
     "https://huggingface.co/org/absent": "'org/absent': no such folder, ",
     "https://example.org/absent": "an address, and zinfer downloads nothing",
 }

@@ -424,7 +424,7 @@ def test_a_plan_begins_with_its_answer_and_says_what_does_not_run_yet(tmp_path: 
             "mistralai/Foo-7B",
             "run `hf download mistralai/Foo-7B config.json --local-dir Foo-7B`, then give --model Foo-7B",
         ),
-        ("unsloth/gpt-oss-120b-GGUF", "zinfer reads no GGUF"),
+        ("unsloth/gpt-oss-120b-GGUF", "run `hf download unsloth/gpt-oss-120b-GGUF --include '*Q4_K_M*'` first"),
         ("https://huggingface.co/org/name", "run `hf download org/name config.json --local-dir name`"),
         ("https://example.org/name", "an address, and zinfer downloads nothing"),
         ("moonshotai/Kimi-K3", "does not run it yet, and knows too little of its layers"),

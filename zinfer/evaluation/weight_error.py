@@ -12,6 +12,7 @@ from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.model.build import build_meta_model
 from zinfer.model.matching import holds_transpose, match_weights
 from zinfer.weights import Checkpoint, JoinedTensor, TensorEntry
+from zinfer.weights.formats.gguf import EncodedTensor
 from zinfer.weights.quantized import StoredMatrix, find_stored_scheme
 
 _SLICE_ROWS: Final = 1024  # compared at a time, in float32
@@ -51,12 +52,14 @@ def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixErro
     stored = match_weights(model, store, find_stored_scheme(store))
     for name, matrix in stored.items():
         weight = full[name]
-        if isinstance(matrix, StoredMatrix) and isinstance(weight, TensorEntry | JoinedTensor):
+        if isinstance(matrix, StoredMatrix) and isinstance(weight, TensorEntry | JoinedTensor | EncodedTensor):
             transposed = holds_transpose(model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name))
             yield _compare(name, weight, matrix, transposed=transposed)
 
 
-def _compare(name: str, weight: TensorEntry | JoinedTensor, stored: StoredMatrix, *, transposed: bool) -> MatrixError:
+def _compare(
+    name: str, weight: TensorEntry | JoinedTensor | EncodedTensor, stored: StoredMatrix, *, transposed: bool
+) -> MatrixError:
     values = torch.cat([piece.read().flatten() for piece in weight.pieces]).view(weight.shape)
     values = (values.transpose(-1, -2) if transposed else values).reshape(stored.rows, stored.columns)
     parts = {part: piece for part, entry in stored.parts for piece in entry.pieces}

@@ -25,8 +25,12 @@ from zinfer.model.sharding.weights import CutTensor
 from zinfer.weights import Checkpoint, JoinedTensor, TensorEntry
 from zinfer.weights.folder import listed
 from zinfer.weights.formats import Scheme
+from zinfer.weights.formats.gguf import EncodedStack, EncodedTensor
 from zinfer.weights.quantized import JoinedMatrix, StoredMatrix
 
+Stored: TypeAlias = TensorEntry | StoredMatrix | EncodedTensor
+"""What a checkpoint holds under a name."""
+_Joined: TypeAlias = JoinedTensor | JoinedMatrix | EncodedStack
 # The chains of operations that only concatenate tensors, as (operation, dimension). After stacking along 0 and joining
 # along 1, the tensors of one expert are neighbours.
 _STACKED: Final = (("MergeModulelist", 0),)
@@ -35,8 +39,8 @@ _JOINED: Final = (("Concatenate", 0),)
 
 
 def convert_names(
-    model: PreTrainedModel, entries: Mapping[str, TensorEntry | StoredMatrix], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, TensorEntry | JoinedTensor | StoredMatrix], dict[str, str]]:
+    model: PreTrainedModel, entries: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, Stored | _Joined], dict[str, str]]:
     """Map tensors of a checkpoint to the module's names as transformers would.
 
     Args:
@@ -46,13 +50,13 @@ def convert_names(
     Returns:
         the weights found, by the module's names, and why others were refused, by the checkpoint's names.
     """
-    found: dict[str, TensorEntry | JoinedTensor | StoredMatrix] = {}
+    found: dict[str, Stored | _Joined] = {}
     refused: dict[str, str] = {}
     rules = get_model_conversion_mapping(model) if entries else []
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    gathered: dict[str, dict[str, list[TensorEntry | StoredMatrix]]] = defaultdict(lambda: defaultdict(list))
+    gathered: dict[str, dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(entries, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
         if target not in shapes:
@@ -73,8 +77,8 @@ def convert_names(
 
 
 def _made(
-    target: str, shape: tuple[int, ...], lists: Sequence[Sequence[TensorEntry | StoredMatrix]], rule: WeightConverter
-) -> JoinedTensor | JoinedMatrix | str:
+    target: str, shape: tuple[int, ...], lists: Sequence[Sequence[Stored]], rule: WeightConverter
+) -> _Joined | str:
     """Return the weight that a rule makes of lists of tensors, one per pattern, or why it cannot be made."""
     chain = tuple((type(each).__name__, getattr(each, "dim", None)) for each in rule.operations)
     if chain not in (_STACKED, _JOINED, _STACKED_AND_JOINED):
@@ -90,17 +94,18 @@ def _made(
     return f"with the {len(pieces) - 1} others of {target} it does not make up {list(shape)}: {_reason(pieces)}"
 
 
-def _joined(
-    target: str, shape: tuple[int, ...], pieces: Sequence[TensorEntry | StoredMatrix]
-) -> JoinedTensor | JoinedMatrix | None:
+def _joined(target: str, shape: tuple[int, ...], pieces: Sequence[Stored]) -> _Joined | None:
     matrices = [piece for piece in pieces if isinstance(piece, StoredMatrix)]
     if len(matrices) == len(pieces):
         return JoinedMatrix.join(target, shape, matrices)
+    encoded = [piece for piece in pieces if isinstance(piece, EncodedTensor)]
+    if len(encoded) == len(pieces):
+        return EncodedStack.join(target, shape, encoded)
     tensors = [piece for piece in pieces if isinstance(piece, TensorEntry)]
     return JoinedTensor.of(target, shape, tensors) if len(tensors) == len(pieces) else None
 
 
-def _reason(pieces: Sequence[TensorEntry | StoredMatrix]) -> str:
+def _reason(pieces: Sequence[Stored]) -> str:
     """Return why tensors were not joined, and what to do."""
     formats = {piece.format if isinstance(piece, StoredMatrix) else None for piece in pieces}
     remedy = "take the checkpoint in full precision and quantize it with `zinfer quantize`"
@@ -111,7 +116,7 @@ def _reason(pieces: Sequence[TensorEntry | StoredMatrix]) -> str:
     return "some are missing, or config.json describes another model"
 
 
-Weight: TypeAlias = TensorEntry | JoinedTensor | CutTensor | StoredMatrix
+Weight: TypeAlias = TensorEntry | JoinedTensor | CutTensor | StoredMatrix | EncodedTensor
 """Where the values of a parameter are stored."""
 
 # Older checkpoints hold tensors computed today: rotary frequencies, causal masks (transformers drops them too).
@@ -141,7 +146,7 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
     wanted = _wanted(model)
     found: dict[str, Weight] = {}
     holders: dict[str, str] = {}
-    unplaced: dict[str, TensorEntry | StoredMatrix] = {}
+    unplaced: dict[str, Stored] = {}
     for name, entry in _stored_weights(checkpoint, scheme).items():
         target = _module_name(name, wanted, getattr(model, "base_model_prefix", ""))
         if target is None:
@@ -191,10 +196,15 @@ def load_buffers(model: nn.Module, weights: Mapping[str, Weight], device: torch.
             module._buffers[name] = None if held is None else moved[held]
 
 
-def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, TensorEntry | StoredMatrix]:
+def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> Mapping[str, Stored]:
     """Return the checkpoint's tensors by name, with the parts of a quantized parameter joined under its name."""
     if scheme is None:
-        return dict(checkpoint.tensors)
+        encoded = {
+            name: EncodedTensor(name, form, tuple(checkpoint.tensors[part.name] for part in form.parts))
+            for name, form in checkpoint.encoded.items()
+        }
+        blocks = {entry.name for each in encoded.values() for entry in each.blocks}
+        return {name: entry for name, entry in checkpoint.tensors.items() if name not in blocks} | encoded
     joined = {
         parameter: StoredMatrix.of(
             parameter, scheme, {part: checkpoint.tensors[tensor] for part, tensor in parts.items()}
@@ -253,18 +263,19 @@ def _other_names(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, first[value]
 
 
-def _refuse_spare(checkpoint: Checkpoint, unplaced: Iterable[TensorEntry | StoredMatrix], model: nn.Module) -> None:
+def _refuse_spare(checkpoint: Checkpoint, unplaced: Iterable[Stored], model: nn.Module) -> None:
     parts = [[part for _, part in each.parts] if isinstance(each, StoredMatrix) else [each] for each in unplaced]
-    spare = [part.name for each in parts for part in each]
+    files = {part.name: part.file.name for each in parts for part in each}
+    spare = list(files)
     known: list[str] = [*_SPARE_PATTERNS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     known += _predicting_layers(model)
     spare = [name for name in spare if name not in checkpoint.unnamed]
     extra = [name for name in spare if not any(re.search(pattern, name) for pattern in known)]
     if extra:
-        files = sorted({checkpoint.tensors[name].file.name for name in extra})
+        where = listed(sorted({files[name] for name in extra}))
         raise CheckpointError(
             f"{checkpoint.folder}: {len(extra)} weights have no place in {type(model).__name__}: {listed(extra)} (in "
-            f"{listed(files)}). config.json describes another model, or its family needs a conversion not available yet"
+            f"{where}). config.json describes another model, or its family needs a conversion not available yet"
         )
 
 
@@ -295,7 +306,9 @@ def _said_of_index(checkpoint: Checkpoint) -> str:
     )
 
 
-def _check_form(name: str, entry: TensorEntry | JoinedTensor | CutTensor, wanted: tuple[tuple[int, ...], bool]) -> None:
+def _check_form(
+    name: str, entry: TensorEntry | JoinedTensor | CutTensor | EncodedTensor, wanted: tuple[tuple[int, ...], bool]
+) -> None:
     shape, floating = wanted
     if len(shape) == 3 and entry.shape == (shape[0], shape[2], shape[1]) != shape:
         raise CheckpointError(

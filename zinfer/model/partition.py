@@ -26,6 +26,7 @@ from zinfer.model.matching import Weight, holds_transpose
 from zinfer.model.quantize import Form, find_form, find_rounding
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
+from zinfer.weights.formats.gguf import EncodedTensor
 from zinfer.weights.quantized import Quantizing, Rounding, Squares, StoredMatrix, StoredPart
 from zinfer.weights.slab_matrix import SlabMatrix, interleave
 
@@ -406,12 +407,15 @@ class _Partitioner:
     def _converts(self, name: str, tensor: SlabTensor) -> bool:
         """Whether the stored parameter must be converted, not only copied into the slab."""
         weight = self.weights.get(name)
+        if isinstance(weight, EncodedTensor):
+            return True
         return isinstance(tensor, SlabMatrix) and not (isinstance(weight, StoredMatrix) and weight.encoding.is_native)
 
     def _extents(self, layout: SlabLayout, names: list[str]) -> Iterator[Extent]:
         """Yield the extents of weights that are stored in the slab's form."""
         for name, tensor in zip(names, layout.tensors, strict=True):
             weight = self.weights[name]
+            assert not isinstance(weight, EncodedTensor), "which is converted"
             if not isinstance(weight, StoredMatrix):
                 yield from find_extents(weight, tensor)
             else:
@@ -424,12 +428,17 @@ class _Partitioner:
         stored: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         entries: list[StoredPart] = []
         matrices: dict[str, StoredMatrix] = {}
+        encoded: dict[str, EncodedTensor] = {}
         for name, tensor in zip(names, block.layout.tensors, strict=True):
             weight = self.weights.get(name)
             if isinstance(weight, StoredMatrix):
                 matrices[tensor.name] = weight
                 stored += [(f"{tensor.name}.{part}", entry.dtype, entry.shape) for part, entry in weight.parts]
                 entries += [entry for _, entry in weight.parts]
+            elif isinstance(weight, EncodedTensor):
+                encoded[tensor.name] = weight
+                stored += [(f"{tensor.name}.{n}", each.dtype, each.shape) for n, each in enumerate(weight.blocks)]
+                entries += weight.blocks
             else:
                 stored.append((tensor.name, (weight or self.parameters[name]).dtype, tensor.shape))
                 entries += [weight] if weight else []
@@ -437,7 +446,7 @@ class _Partitioner:
         placed = zip(entries, layout.tensors, strict=False)
         extents = tuple(extent for entry, tensor in placed for extent in find_extents(entry, tensor))
         in_model = {tensor.name: name for name, tensor in zip(names, block.layout.tensors, strict=True)}
-        make = Quantizing(block.name, layout, block.layout, matrices, self.rounding, in_model)
+        make = Quantizing(block.name, layout, block.layout, matrices, encoded, self.rounding, in_model)
         return Conversion(layout, extents, make)
 
 

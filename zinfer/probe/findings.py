@@ -1,7 +1,6 @@
 """The findings of a probe: their JSON form, and the file per machine that keeps them between runs."""
 
 import logging
-import os
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Final, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from zinfer.errors import ConfigError
-from zinfer.nvme.whole_file import replace_file
+from zinfer.nvme.whole_file import cache_folder, replace_file
 from zinfer.probe.card import MachineCard
 from zinfer.probe.disk import DiskFindings
 from zinfer.probe.measure import DeviceFindings, LinksTogether, MemoryRates
@@ -140,10 +139,7 @@ def load_findings(path: Path) -> Findings:
 
 def cache_path(card: MachineCard) -> Path:
     """Return the file of the machine's findings, in `$XDG_CACHE_HOME/zinfer`, by default `~/.cache/zinfer`."""
-    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # Relative paths must be ignored (XDG Base Directory Specification).
-    folder = home if home.is_absolute() else Path.home() / ".cache"
-    return folder / "zinfer" / f"probe-{card.fingerprint}.json"
+    return cache_folder() / f"probe-{card.fingerprint}.json"
 
 
 def recall(card: MachineCard) -> Findings | None:

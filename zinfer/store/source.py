@@ -27,6 +27,7 @@ from zinfer.store.files import BlockFile, name_prefix
 from zinfer.weights import Checkpoint, TensorEntry
 from zinfer.weights.checkpoint import weights_sample
 from zinfer.weights.folder import absolute
+from zinfer.weights.formats.gguf import EncodedTensor
 from zinfer.weights.native import MANIFEST_NAME, Manifest, StoredParameter
 from zinfer.weights.quantized import Squares, StoredMatrix, find_stored_scheme
 from zinfer.weights.slab_matrix import SlabMatrix
@@ -102,7 +103,8 @@ class Source:
             for tensor in block.block.layout.tensors
             if isinstance(tensor, SlabMatrix)
         }
-        if not parameters and shard is None:
+        is_decoded = any(isinstance(weight, EncodedTensor) for weight in weights.values())
+        if not parameters and not is_decoded and shard is None:
             raise ConfigError(
                 f"{checkpoint.folder}: these settings quantize no weight of this model; correct include and exclude"
             )

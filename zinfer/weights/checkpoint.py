@@ -24,6 +24,7 @@ from zinfer.nvme.file_identity import FileIdentity
 from zinfer.weights.folder import (
     ADAPTER_PREFIX,
     CONFIG_NAME,
+    GGUF_SUFFIX,
     INDEX_SUFFIX,
     PICKLED_PREFIX,
     PICKLED_SUFFIX,
@@ -39,7 +40,10 @@ from zinfer.weights.folder import (
     unreadable,
     weight_files,
 )
-from zinfer.weights.header import Header, TensorEntry, parse_file, read_header
+from zinfer.weights.gguf_folder import gguf_model_in
+from zinfer.weights.gguf_header import GgufTensor, read_gguf_header
+from zinfer.weights.gguf_model import Encoded, GgufModel
+from zinfer.weights.header import DTYPES, Header, TensorEntry, parse_file, read_header
 from zinfer.weights.pickled import read_pickled
 
 TOKEN_KEYS: Final = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -209,6 +213,7 @@ class Checkpoint:
         is_listed: whether it is a list of files, without a config.json.
         unnamed: tensors that the index does not name, which count only where the model needs them.
         absent: the file that the index states for each tensor that no file holds; the model may not need them.
+        encoded: parameters of a GGUF file that are not stored as they are; `tensors` has their blocks' bytes.
     """
 
     folder: Path
@@ -218,6 +223,7 @@ class Checkpoint:
     is_listed: bool = False
     unnamed: frozenset[str] = frozenset()
     absent: Mapping[str, str] = field(default_factory=dict, repr=False)
+    encoded: Mapping[str, Encoded] = field(default_factory=dict, repr=False)
 
     @property
     def config_path(self) -> Path:
@@ -271,7 +277,7 @@ class Checkpoint:
 
     @classmethod
     def _of(cls, label: str, folder: Path, config: bytes, found: "_Found") -> "Checkpoint":
-        headers, tensors, unnamed, absent = found
+        headers, tensors = found.headers, found.tensors
         if not tensors:
             raise CheckpointError(f"{label}: the files hold no tensor: download the weights again")
         digest = hashlib.sha256(hashlib.sha256(config).digest())
@@ -279,7 +285,7 @@ class Checkpoint:
             name = header.file.relative_to(folder).as_posix()
             digest.update(f"{name}\0{header.identity.num_bytes}\0{header.sha256}\n".encode("utf-8", "surrogateescape"))
         files = {header.file: header.identity for header in headers}
-        return cls(folder, tensors, files, digest.hexdigest(), not config, unnamed, absent)
+        return cls(folder, tensors, files, digest.hexdigest(), not config, found.unnamed, found.absent, found.encoded)
 
 
 class _Found(NamedTuple):
@@ -287,15 +293,41 @@ class _Found(NamedTuple):
     tensors: dict[str, TensorEntry]
     unnamed: frozenset[str] = frozenset()
     absent: Mapping[str, str] = MappingProxyType({})
+    encoded: Mapping[str, Encoded] = MappingProxyType({})
 
 
 def _gathered(folder: Path, config: bytes) -> _Found:
     weights = _explicit_file(folder, config) or _default_file(folder)
+    if weights is None and any(path.name.endswith(GGUF_SUFFIX) for path in weight_files(folder)):
+        return _in_blocks(gguf_model_in(folder))
     if weights is None:
         return _union(_loose_files(folder))
     if weights.name.endswith(INDEX_SUFFIX):
         return _indexed(folder, weights)
     return _union([weights])
+
+
+def _in_blocks(files: list[Path]) -> _Found:
+    """Return what the GGUF files of a model hold."""
+    read = [read_gguf_header(file) for file in files]
+    model = GgufModel.of(read)
+    entries = [_gguf_entry(name, tensor) for name, tensor in model.plain.items()]
+    blocks = {part.name: part for each in model.encoded.values() for part in each.parts}
+    for part in blocks.values():
+        row_bytes = part.type.row_bytes(part.shape[-1])
+        shape = (part.nbytes // row_bytes, row_bytes)
+        entries.append(TensorEntry(part.name, DTYPES["U8"], shape, part.file, part.offset, part.nbytes))
+    entries.sort(key=lambda entry: (str(entry.file), entry.offset))
+    tensors = {entry.name: entry for entry in entries}
+    headers = [
+        Header(each.file, {n: e for n, e in tensors.items() if e.file == each.file}, each.identity, each.sha256)
+        for each in read
+    ]
+    return _Found(headers, tensors, encoded=model.encoded)
+
+
+def _gguf_entry(name: str, tensor: GgufTensor) -> TensorEntry:
+    return TensorEntry(name, DTYPES[tensor.type.name], tensor.shape, tensor.file, tensor.offset, tensor.nbytes)
 
 
 def _default_file(folder: Path) -> Path | None:

@@ -1,8 +1,8 @@
 """Finds the folder of a model: a path, a folder of the Hugging Face cache, or a hub name that is in that cache.
 
 It never downloads. The folder that it returns holds a config.json and safetensors files (or their index), or else those
-of `torch.save` that transformers wrote, pytorch_model*.bin; anything else is refused, with a remedy. Imports no torch:
-commands refuse a misspelt name at once.
+of `torch.save` that transformers wrote, pytorch_model*.bin, or GGUF files; anything else is refused, with a remedy.
+Imports no torch: commands refuse a misspelt name at once.
 """
 
 import os
@@ -86,15 +86,12 @@ PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
 """Of files of `torch.save`."""
 PICKLED_PREFIX, PICKLED_SUFFIX = "pytorch_model", ".bin"
 """Of such files in a model's folder; others there hold the state of a training."""
-OTHER_WEIGHT_SUFFIXES = (*PICKLED_SUFFIXES, ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+GGUF_SUFFIX = ".gguf"
+PROJECTOR_PREFIX = "mmproj"
+"""Of a GGUF file with the vision part of a model."""
+OTHER_WEIGHT_SUFFIXES = (*PICKLED_SUFFIXES, ".ckpt", GGUF_SUFFIX, ".h5", ".msgpack", ".onnx")
 CACHED_REPO_PREFIX = "models--"
-_GGUF = ".gguf"
 _CONVERT = "convert the model, with transformers' `from_pretrained(folder).save_pretrained(new_folder)`"
-_NO_GGUF = (
-    "zinfer reads no GGUF: download the model that it was made from, in safetensors (`hf download ORG/NAME`; the "
-    "GGUF's page on the hub names it as its base model), and let zinfer quantize it while loading, with "
-    '{"zinfer": {"quantization": {"bits": 4, "group_size": 128}}} in --config'
-)
 _ADDRESS = re.compile(r"\w+:/+")
 _HUB_ADDRESS = re.compile(
     r"https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/.*)?/?", re.ASCII
@@ -118,7 +115,8 @@ def resolve_folder(model: str | os.PathLike[str]) -> Path:
     """Return the absolute folder that holds the model's config.json and safetensors files.
 
     Args:
-        model: a model folder; a `models--org--name` folder of a Hugging Face cache (its `refs/main` decides, else its
+        model: a model folder; a GGUF file, or a folder with one, of which a folder is made ([Note: a folder made of a
+            GGUF file]); a `models--org--name` folder of a Hugging Face cache (its `refs/main` decides, else its
             only snapshot) or one of its snapshots; or a hub name, looked up in the cache that `HF_HUB_CACHE` or
             `HF_HOME` sets.
 
@@ -135,19 +133,22 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
         model: as for `resolve_folder`; also the address of a model's page on the hub.
 
     Raises:
-        CheckpointError: there is no such folder, or the name is not in the cache.
+        CheckpointError: there is no such folder, the name is not in the cache, or as `gguf_folder`.
     """
     name = hub_name(model)
     try:
         path = absolute(name)
         if path.is_dir():
-            return _snapshot(path) if _is_cached_repo(path) else path
+            return _with_config(_snapshot(path) if _is_cached_repo(path) else path)
         if path.exists():
+            if path.name.endswith(GGUF_SUFFIX):
+                from zinfer.weights.gguf_folder import gguf_folder  # which needs this module
+
+                return gguf_folder(path)
             if path.name.endswith(OTHER_WEIGHT_SUFFIXES) and not _is_pickled(path.name):
-                remedy = _NO_GGUF if path.suffix == _GGUF else f"{_CONVERT}, and pass that folder"
-                raise CheckpointError(f"{path}: a file in another format: {remedy}")
+                raise CheckpointError(f"{path}: a file in another format: {_CONVERT}, and pass that folder")
             raise CheckpointError(f"{path}: a file, not a model folder: pass the folder that holds {CONFIG_NAME}")
-        return _cached(name)
+        return _with_config(_cached(name))
     except OSError as error:
         raise unreadable(error.filename or name, error) from error
 
@@ -176,16 +177,26 @@ def holds_config_alone(folder: Path) -> bool:
     return (folder / CONFIG_NAME).is_file() and not any(_is_weights(file.name) for file in folder.iterdir())
 
 
+def _with_config(folder: Path) -> Path:
+    """Return the folder, or the one made of its GGUF file."""
+    if not any(file.name.endswith(GGUF_SUFFIX) for file in weight_files(folder)):
+        return folder
+    from zinfer.weights.gguf_folder import folder_with_config
+
+    return folder_with_config(folder)
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's files with weights, sorted: its *.safetensors, else pytorch_model*.bin, else adapters."""
+    """Return a folder's files with weights, sorted: its *.safetensors, else pytorch_model*.bin, *.gguf, or adapters."""
     stored = sorted(path for path in folder.glob(f"*{SAFETENSORS_SUFFIX}") if path.is_file())
     models = [path for path in stored if not path.name.startswith(ADAPTER_PREFIX)]
     pickled = sorted(path for path in folder.glob(f"{PICKLED_PREFIX}*{PICKLED_SUFFIX}") if path.is_file())
-    return models or pickled or stored
+    in_blocks = sorted(path for path in folder.glob(f"*{GGUF_SUFFIX}") if not path.name.startswith(PROJECTOR_PREFIX))
+    return models or pickled or in_blocks or stored
 
 
 def _is_weights(name: str) -> bool:
-    return name.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_INDEX_SUFFIX)) or _is_pickled(name)
+    return name.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_INDEX_SUFFIX, GGUF_SUFFIX)) or _is_pickled(name)
 
 
 def _is_pickled(name: str) -> bool:
@@ -258,16 +269,17 @@ def _cached(name: str) -> Path:
     no_folder = f"{name!r}: no such folder"
     if Path(name).is_absolute() or name.startswith((".", "~")):
         raise CheckpointError(f"{no_folder}: pass the folder that holds {CONFIG_NAME}, or a hub name such as org/name")
-    if name.lower().endswith(("-gguf", _GGUF)):
-        raise CheckpointError(f"{no_folder}, and {name.rpartition('/')[2]} is in GGUF by its name: {_NO_GGUF}")
+    if name.lower().endswith(GGUF_SUFFIX):
+        raise CheckpointError(f"{name!r}: no such file: check the path")
     if not HUB_NAME.fullmatch(name) or "--" in name or ".." in name:
         raise CheckpointError(f"{no_folder}, and not a hub name such as org/name either: check the spelling")
     # Read at each call; reflects HF_HUB_CACHE and HF_HOME.
     repo = Path(constants.HF_HUB_CACHE).absolute() / repo_folder_name(repo_id=name, repo_type="model")
     if not repo.is_dir():
+        some = " --include '*Q4_K_M*'" if name.lower().endswith("-gguf") else ""  # of many files, one for each type
         raise CheckpointError(
             f"{no_folder}, and not in the Hugging Face cache at {repo.parent}: zinfer does not download, "
-            f"run `hf download {name}` first"
+            f"run `hf download {name}{some}` first"
         )
     if not (repo / "snapshots").is_dir():
         raise CheckpointError(f"{repo}: a cache folder without any snapshot: run `hf download {name}`")
@@ -288,8 +300,7 @@ def _checked(folder: Path) -> Path:
         )
     if not any(_is_weights(name) for name in names):
         if others := [name for name in names if name.endswith(OTHER_WEIGHT_SUFFIXES)]:
-            are_gguf = all(name.endswith(_GGUF) for name in others)
-            what = f"no safetensors, only {listed(others)}: {_NO_GGUF if are_gguf else _CONVERT}"
+            what = f"no safetensors, only {listed(others)}: {_CONVERT}"
         elif CONFIG_NAME in names:
             what = f"a {CONFIG_NAME} but no *.safetensors: download the weights into it"
         elif PARTS_NAME in names:

@@ -20,6 +20,7 @@ from zinfer.kernels.scaling import scale_columns_into
 from zinfer.offload.block import SlabLayout, SlabTensor
 from zinfer.weights import Checkpoint, TensorEntry
 from zinfer.weights.formats import Scheme, find_scheme
+from zinfer.weights.formats.gguf import EncodedTensor
 from zinfer.weights.formats.packing import GridToRows
 from zinfer.weights.formats.scheme import Encoding, least_cut
 from zinfer.weights.header import parse_object
@@ -268,6 +269,7 @@ class Quantizing:
         stored: layout of the source: full weights under their names in ``layout``, and the parts of ``matrices``.
         layout: of the slab.
         matrices: those that the checkpoint holds quantized, by their names in ``layout``.
+        encoded: parameters that are decoded, by their names in ``layout``; `stored` has their blocks, numbered.
         names: of parameters in the model, by their names in ``layout``.
     """
 
@@ -275,6 +277,7 @@ class Quantizing:
     stored: SlabLayout
     layout: SlabLayout
     matrices: Mapping[str, StoredMatrix]
+    encoded: Mapping[str, EncodedTensor]
     rounding: Rounding
     names: Mapping[str, str]
 
@@ -291,6 +294,14 @@ class Quantizing:
                 assert isinstance(tensor, SlabMatrix)
                 parts = {part: weights[f"{tensor.name}.{part}"] for part, _ in stored.parts}
                 stored.convert_into(tensor.matrix(target), parts)
+            elif (encoded := self.encoded.get(tensor.name)) is not None:
+                blocks = [weights[f"{tensor.name}.{number}"] for number in range(len(encoded.blocks))]
+                if isinstance(tensor, SlabMatrix):
+                    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=target.device)
+                    encoded.decode_into(values, blocks)
+                    self._quantize(tensor, values, target)
+                else:
+                    encoded.decode_into(tensor.view(target), blocks)
             elif isinstance(tensor, SlabMatrix):
                 self._quantize(tensor, weights[tensor.name], target)
             else:

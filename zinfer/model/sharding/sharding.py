@@ -121,6 +121,11 @@ class Sharding:
                     shape, transposed = self._forms[name]
                     cut_before[id(weight), cut] = cut_matrix(weight, cut, shape, transposed=transposed)
                 made[name] = cut_before[id(weight), cut]
+            else:
+                raise ConfigError(
+                    f"tensor_parallel.tp_size: {weight.file} holds {name} in GGUF's blocks, which ranks do not divide "
+                    "yet; leave the key out: the ranks then share the weights"
+                )
         return made
 
     def apply(self, model: nn.Module) -> None:
