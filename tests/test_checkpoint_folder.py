@@ -189,10 +189,7 @@ def test_the_address_of_a_page_on_the_hub_is_the_name_that_it_holds(cache: Path)
     [
         ("model.safetensors", "a file, not a model folder: pass the folder that holds config.json"),
         ("config.json", "a file, not a model folder"),
-        (
-            "model.Q4.gguf",
-            "byte 0: the beginning of a GGUF file takes 8 bytes, and 0 are left in the file",
-        ),
+        ("model.Q4.gguf", "byte 0: the beginning of a GGUF file takes 8 bytes, and 0 are left in the file: the"),
         ("pytorch_model.bin", "a file, not a model folder: pass the folder that holds config.json"),
         ("consolidated.00.pth", "a file in another format"),
     ],

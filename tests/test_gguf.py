@@ -1,5 +1,9 @@
 """GGUF files run as they are published: config, names, tokenizer and every type of blocks out of the file itself."""
 
+import json
+import random
+import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_cache_support import engine_of, only
 
+from zinfer.errors import CheckpointError
+from zinfer.model.outline import read_outline
+from zinfer.requests.prompt_encoder import find_tokenizer
+from zinfer.weights import resolve_folder
 from zinfer.weights.formats.gguf import decode
-from zinfer.weights.gguf_header import GGML_TYPES
+from zinfer.weights.gguf_header import GGML_TYPES, read_gguf_header
+from zinfer.weights.gguf_model import GgufModel
 
 IDS = torch.tensor([[5, 77, 120, 9, 33, 250, 14, 2, 8, 99]])
 
@@ -70,3 +79,190 @@ def test_logits_are_alike_from_every_home(family: str, tmp_path: Path) -> None:
     for options in ({"home": "cpu"}, {"home": "nvme", "nvme_path": nvme_path}):
         torch.testing.assert_close(logits_of(path, **options), wanted, rtol=0, atol=1e-5)
     assert only(nvme_path).name.startswith("model-")
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read_outline(path)
+    return str(caught.value)
+
+
+def refusal_of_header(path: Path) -> str | None:
+    try:
+        GgufModel.of([read_gguf_header(path)])
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def damaged(data: bytes, end: int, draw: random.Random) -> bytes:
+    """Bytes of a header are others, gone or doubled, a number is a wild one, or the file ends early."""
+    changed, kind, begin = bytearray(data), draw.randrange(6), draw.randrange(end)
+    piece = slice(begin, min(end, begin + draw.randint(1, 64)))
+    if kind == 0:
+        for _ in range(draw.randint(1, 4)):
+            changed[draw.randrange(end)] = draw.randrange(256)
+    elif kind == 1:
+        del changed[piece]
+    elif kind == 2:
+        changed[begin:begin] = changed[piece]
+    elif kind == 3:
+        del changed[draw.randrange(len(data)) :]
+    else:
+        wild = draw.choice((0, 1, 8, 9, 2**16, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1))
+        changed[begin : begin + 8] = wild.to_bytes(8, "little")
+    return bytes(changed)
+
+
+def test_damaged_headers_end_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen3_moe", tokens=True)
+    data, header = path.read_bytes(), read_gguf_header(path)
+    end = min(tensor.offset for tensor in header.tensors.values())
+    refused = 0
+    for seed in range(300):
+        path.write_bytes(damaged(data, end, random.Random(seed)))
+        message = refusal_of_header(path)
+        assert message is None or (message.startswith(f"{path}: ") and "\n" not in message)
+        refused += message is not None
+    assert refused > 200
+
+
+def test_a_file_of_version_2_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    wanted = write_gguf(path, "qwen2")(IDS).logits
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + struct.pack("<I", 2) + data[8:])
+    torch.testing.assert_close(logits_of(path), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: b"GGML" + data[4:], "it begins with b'GGML' and not with b'GGUF'"),
+        (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "version 1 of GGUF, and 2 and 3 are read"),
+        (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "a GGUF file in big-endian order: take the one in"),
+        (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, not the weights"),
+        (lambda data: data[:-100], "the file is cut short: download it again"),
+        (
+            lambda data: data.replace(b"general.architecture", b"general.architectur_"),
+            "general.architecture is missing",
+        ),
+        (lambda data: data.replace(b"llama.block_count", b"llama.block_coun_"), "the key llama.block_count is missing"),
+        (lambda data: data.replace(b"blk.1.attn_norm", b"blk.1.atta_norm"), "'blk.1.atta_norm.weight' has no place in"),
+        (
+            lambda data: data.replace(b"llama-bpe", b"martian-b"),
+            "pre is 'martian-b', a split of text that is not known",
+        ),
+    ],
+)
+def test_a_file_that_is_not_read_is_named_with_a_remedy(change: Any, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", tokens=True)
+    path.write_bytes(change(path.read_bytes()))
+    message = refusal(path)
+    assert message.startswith(f"{path}: ")
+    assert words in message
+
+
+def test_other_types_and_architectures_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 66), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ2_XXS)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    words = "tensor 'token_embd.weight': its type IQ2_XXS is not read: take the model's file in one that is read (F32,"
+    assert words in refusal(path)
+    write_gguf(path, "llama")
+    path.write_bytes(path.read_bytes().replace(b"llama", b"mamba"))
+    assert "general.architecture is 'mamba': llama, qwen2, qwen3," in refusal(path)
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    wanted = write_gguf(path, "qwen2", tokens=True, split_max_tensors=6)(IDS).logits
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    torch.testing.assert_close(logits_of(parts[0]), wanted, rtol=0, atol=1e-5)
+    assert resolve_folder(tmp_path) == resolve_folder(parts[1]) == resolve_folder(parts[0])
+    parts[1].unlink()
+    assert f"missing part {parts[1].name}: download it into {tmp_path}" in refusal(parts[0])
+
+
+def test_a_folder_with_several_models_asks_for_one(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf", "mmproj-a.gguf"):
+        (tmp_path / name).touch()
+    assert refusal(tmp_path) == f"{tmp_path}: 2 GGUF files: a.gguf, b.gguf: give the path of one of them"
+
+
+def test_a_folder_with_its_own_config_and_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
+    wanted = write_gguf(tmp_path / "model.gguf", "qwen2", tokens=True)(IDS).logits
+    own = tmp_path / "own"
+    shutil.copytree(resolve_folder(tmp_path), own, symlinks=True)
+    assert resolve_folder(own) == own
+    torch.testing.assert_close(logits_of(own), wanted, rtol=0, atol=1e-5)
+    (own / "tokenizer.json").unlink()
+    (own / "tokenizer_config.json").unlink()
+    assert resolve_folder(own) != own
+
+
+def test_the_folder_is_made_again_when_the_file_changes(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen2")
+    first = resolve_folder(path)
+    assert resolve_folder(path) == first
+    assert {each.name for each in first.iterdir()} == {"model.gguf", "config.json", "generation_config.json"}
+    path.unlink()
+    write_gguf(path, "qwen3")
+    assert json.loads((resolve_folder(path) / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "model.gguf", "qwen2")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "set XDG_CACHE_HOME to a folder that can be written to" in refusal(tmp_path / "model.gguf")
+
+
+def test_the_tokenizer_and_the_ends_of_texts_come_from_the_file(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", "llama", tokens=True)
+    folder = resolve_folder(tmp_path / "model.gguf")
+    tokenizer = find_tokenizer(folder)
+    text = "the man in the rain,\n  12345 Ünïcode"
+    tokens = tokenizer.encode(text)
+    assert tokens[0] == tokenizer.bos_token_id == 0
+    assert tokenizer.decode(tokens[1:]) == text
+    assert 263 in tokens  # th + e
+    turns = [{"role": "user", "content": "hello"}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
+        "<|user|>hello<|end|><|bot|>"
+    )
+    assert tokenizer.encode("<|user|>a", add_special_tokens=False)[0] == 3
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 3]
+
+
+def test_quantized_again_its_values_are_rounded_like_any_others(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = write_gguf(path, "qwen3_moe", "Q6_K")
+    model.save_pretrained(tmp_path / "decoded")
+    section = {"bits": 8, "group_size": 64}
+    found = logits_of(path, section=section, home="cpu")
+    torch.testing.assert_close(found, logits_of(tmp_path / "decoded", section=section, home="cpu"), rtol=0, atol=1e-4)
+
+
+def test_a_plan_reads_headers_alone(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen3_moe", "Q4_K", tokens=True)
+    whole = read_outline(path)
+    end = min(tensor.offset for tensor in read_gguf_header(path).tensors.values())
+    with path.open("r+b") as file:
+        file.seek(end)
+        file.write(b"\0" * (path.stat().st_size - end))
+    again = read_outline(path)
+    assert again.nbytes == whole.nbytes
+    assert again.spec == whole.spec

@@ -29,7 +29,7 @@ MAX_ALIGNMENT: Final = 1 << 20
 MAX_NAME_BYTES: Final = 1 << 10
 _VERSIONS: Final = (2, 3)
 _USUAL_ALIGNMENT: Final = 32
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 _SCALARS: Final = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1"} | {
     10: "<u8",
     11: "<i8",
@@ -217,7 +217,7 @@ def _value(source: _Bytes, key: str) -> Value:
         return source.text(what)
     if kind in _SCALARS:
         value: Value = _numbers(source, kind, 1, what)[0]
-        return value
+        return float(str(np.float32(value))) if kind == _FLOAT32 else value  # 1e-6 was written as the nearest float32
     if kind != _ARRAY:
         source.fail(f"the {what} has type {kind}, which GGUF does not define")
     kind, count = source.unsigned(4, f"type of the {what}"), source.count(f"length of the {what}")

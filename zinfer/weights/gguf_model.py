@@ -99,8 +99,9 @@ class GgufModel:
         elif (target := keys.kind.names.get(leaf, _LAYER.get(leaf))) is None:
             keys.refuse_tensor(name)
         elif "{}" in target:
-            if len(tensor.shape) != 3:
-                keys.fail(f"the tensor {name} has shape {list(tensor.shape)}, not a matrix of each expert")
+            count = keys.size("expert_count")
+            if len(tensor.shape) != 3 or tensor.shape[0] != count:
+                keys.fail(f"the tensor {name} has shape {list(tensor.shape)}, not a matrix of each of {count} experts")
             for expert, own in enumerate(_experts_of(tensor)):
                 self._add(f"{prefix}{target.format(expert)}.{kind}", own, Recipe.ROWS)
         else:
