@@ -172,9 +172,12 @@ def random_choice(mixture: Mixture, tokens: int, device: torch.device | str) -> 
     return torch.rand(tokens, mixture.experts, device=device).topk(mixture.chosen).indices
 
 
-def grouped_allowed_error(x: torch.Tensor, weight: ExpertWeights, groups: Groups, wanted: torch.Tensor) -> torch.Tensor:
-    """As `allowed_error` with ``wanted`` [pairs, rows], nothing but the result being rounded."""
+def grouped_allowed_error(
+    x: torch.Tensor, weight: ExpertWeights, groups: Groups, wanted: torch.Tensor, rounds: bool = False
+) -> torch.Tensor:
+    """As `allowed_error` with ``wanted`` [pairs, rows]."""
     matrix = weight if isinstance(weight, torch.Tensor) else dequantize_ref(weight, torch.float64)
     values = matrix.double().abs().reshape(groups.num_experts, -1, x.shape[1])
     magnitudes = grouped_linear_ref(x.double().abs(), values, groups)
-    return torch.finfo(x.dtype).eps * wanted.double().abs() + magnitudes * 2**-18 + 1e-7
+    place = torch.finfo(x.dtype).eps
+    return place * wanted.double().abs() + magnitudes * (2**-18 + (place / 2 if rounds else 0)) + 1e-7

@@ -1,4 +1,4 @@
-"""The kernel of `grouped_linear`: a tile of tokens of one expert times some rows of that expert's matrix."""
+"""The kernels of `grouped_linear`: a tile of tokens of one expert times some rows of that expert's matrix."""
 
 import triton
 import triton.language as tl
@@ -184,3 +184,47 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     _store(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows)
     if FRAGMENTS:
         _store(out_ptr, bias_ptr, high_sums, expert, pair, inside, row + 8, rows)
+
+
+@triton.jit(do_not_specialize=["share", "first", "experts"])
+def decoded_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weights_ptr, bias_ptr, out_ptr, order_ptr, ends_ptr, share, first, experts, rows, width,
+    EVEN: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Multiply with the full matrices of some experts from ``first`` on, [experts, rows, width] with many tokens each.
+
+    Tiles are numbered by expert, then by rows: those that run concurrently read the same tokens and rows. Their number
+    is known here alone, so a program takes one tile after the other.
+    """
+    number = tl.arange(0, EXPERTS)
+    is_there = number < experts
+    end = tl.load(ends_ptr + first + number, mask=is_there, other=0)
+    begin = tl.load(ends_ptr + first + number - 1, mask=is_there & (first + number > 0), other=0)
+    token_tiles = (end - begin + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    tiles = token_tiles * tl.cdiv(rows, BLOCK_ROWS)
+    last_tiles = tl.cumsum(tiles, 0)
+    unit = tl.arange(0, BLOCK)
+    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
+        expert = tl.sum((last_tiles <= tile).to(tl.int32), 0)
+        is_it = number == expert
+        own_tiles = tl.sum(tl.where(is_it, token_tiles, 0), 0)
+        own = tile - tl.sum(tl.where(is_it, last_tiles - tiles, 0), 0)
+        place = tl.sum(tl.where(is_it, begin, 0), 0) + own % own_tiles * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+        inside = place < tl.sum(tl.where(is_it, end, 0), 0)
+        pair = tl.load(order_ptr + place, mask=inside, other=0)
+        row = own // own_tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        line = expert.to(tl.int64) * rows + tl.minimum(row, rows - 1)
+        weight_ptrs = weights_ptr + line[:, None] * width + unit[None, :]
+        x_ptrs = x_ptr + (pair // share)[:, None].to(tl.int64) * width + unit[None, :]
+        sums = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
+        for step in tl.range(0, tl.cdiv(width, BLOCK)):
+            if EVEN:
+                weights = tl.load(weight_ptrs + step * BLOCK)
+                x = tl.load(x_ptrs + step * BLOCK, mask=inside[:, None], other=0)
+            else:
+                there = (unit < width - step * BLOCK)[None, :]
+                weights = tl.load(weight_ptrs + step * BLOCK, mask=there, other=0)
+                x = tl.load(x_ptrs + step * BLOCK, mask=inside[:, None] & there, other=0)
+            sums = _accumulate(weights, x, sums)
+        _store(out_ptr, bias_ptr, sums, first + expert, pair, inside, row, rows)

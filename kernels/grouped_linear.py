@@ -11,6 +11,9 @@ its own matrix (`fragment_linear.chosen_linear`), unsorted. On an H200 that take
 Weights are full, [experts, rows, columns] with contiguous rows or columns; or quantized: then unscaled codes are
 multiplied and the sum over each group is scaled (`fused_linear`). Sums are added in a fixed order, in float32.
 
+With many tokens an expert, widening each matrix again for each tile of tokens costs more than writing it once: then
+some experts at a time are dequantized, as many as fit in `MAX_DECODED_BYTES`, and multiplied in full.
+
 Torch's grouped product of full bfloat16, with its gather and scatter, is at most 5 % faster (`benchmarks/experts.py`),
 and is not used.
 """
@@ -22,11 +25,12 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import dequantize, dequantize_ref, has_kernels, kernel_parts
+from zinfer.kernels.dequantize import dequantize, dequantize_kernel, dequantize_ref, has_kernels, kernel_parts
 from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.fragment_linear import can_multiply, chosen_linear, most_pairs
-from zinfer.kernels.grouped_kernel import grouped_kernel
+from zinfer.kernels.grouped_kernel import decoded_kernel, grouped_kernel
 from zinfer.kernels.grouped_tiles import (
+    DECODED,
     GroupedTiles,
     can_step,
     grouped_tiles_for,
@@ -38,6 +42,14 @@ from zinfer.kernels.grouped_tiles import (
 from zinfer.kernels.launching import on_device
 from zinfer.kernels.marlin_layout import columns_in_fragments
 from zinfer.kernels.quantized import QuantizedMatrix
+
+FEWEST_DECODED_TOKENS: Final = 384
+"""Tokens an expert, on average, from which on its matrix is dequantized first.
+
+By arithmetic for an H200: E4M3 is dequantized at 3.6 TB/s and multiplied at 550 TFLOP/s, or multiplied as codes at 340.
+"""
+MAX_DECODED_BYTES: Final = 1 << 30
+"""The most bytes of experts' matrices that are dequantized at a time, if they are several."""
 
 ExpertWeights: TypeAlias = torch.Tensor | QuantizedMatrix
 """[experts, rows, columns], or a quantized matrix of all experts' rows, stacked."""
@@ -72,11 +84,65 @@ def grouped_linear(
     """
     if x.device.type == "cpu":
         return grouped_linear_ref(x, weight, groups, bias)
+    if isinstance(weight, QuantizedMatrix) and decodes(weight, groups):
+        return decoded_linear(x, weight, groups, bias)
     if isinstance(weight, QuantizedMatrix) and can_multiply(weight):
         rows = _rows(weight, groups)
         if groups.num_pairs <= min(groups.num_experts, most_pairs(rows)):
             return chosen_linear(x, weight, groups.chosen, rows, bias)
     return grouped_linear_kernel(x, weight, groups, bias)
+
+
+def decodes(weight: QuantizedMatrix, groups: Groups) -> bool:
+    """Return whether experts have so many tokens that their matrices are dequantized first."""
+    return weight.dtype != torch.float32 and groups.num_pairs >= FEWEST_DECODED_TOKENS * groups.num_experts
+
+
+def decoded_linear(
+    x: torch.Tensor,
+    weight: QuantizedMatrix,
+    groups: Groups,
+    bias: torch.Tensor | None = None,
+    tiles: GroupedTiles = DECODED,
+    max_bytes: int = MAX_DECODED_BYTES,
+) -> torch.Tensor:
+    """As `grouped_linear`, with matrices of some experts at a time dequantized to rounded elements.
+
+    Runs on a GPU, or on the CPU under Triton's interpreter; of 16-bit dtypes.
+
+    Args:
+        max_bytes: of dequantized matrices at a time, but for a single one.
+    """
+    pairs, rows, columns = groups.num_pairs, _rows(weight, groups), weight.columns
+    out = torch.empty((pairs, rows), dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    experts = min(max(max_bytes // max(rows * columns * x.itemsize, 1), 1), groups.num_experts)
+    scratch = torch.empty((experts * rows, columns), dtype=x.dtype, device=x.device)
+    for first in range(0, groups.num_experts, experts):
+        count = min(experts, groups.num_experts - first)
+        decoded = dequantize_kernel(weight.part(slice(first * rows, (first + count) * rows)), scratch[: count * rows])
+        token_tiles = -(-pairs * count // (groups.num_experts * tiles.block_tokens)) + count
+        with on_device(x):
+            decoded_kernel[(token_tiles * -(-rows // tiles.block_rows),)](
+                x,
+                decoded,
+                bias,
+                out,
+                groups.order,
+                groups.ends,
+                pairs // x.shape[0],
+                first,
+                count,
+                rows,
+                columns,
+                EVEN=columns % tiles.block_columns == 0,
+                EXPERTS=triton.next_power_of_2(count),
+                BLOCK=tiles.block_columns,
+                **tiles.options,
+            )
+    return out
 
 
 def grouped_linear_ref(

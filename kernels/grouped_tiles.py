@@ -61,6 +61,8 @@ _NIBBLES: Final = {
     32: GroupedTiles(32, 128, 128, 4, 3),
     64: GroupedTiles(64, 128, 128, 4, 3),
 }
+DECODED: Final = GroupedTiles(128, 256, 64, 8, 4)
+"""Of many tokens with matrices that were dequantized."""
 TABLES: Final = {"full": _FULL, "bytes": _BYTES, "bytes in groups": _BYTES_IN_GROUPS, "nibbles": _NIBBLES}
 _FEW_BYTES: Final = GroupedTiles(16, _LEAST_ROWS, 128, 4, 6)  # with so few rows, words take a quarter longer
 _FLOAT32: Final = GroupedTiles(16, 32, 64, 4, 2)

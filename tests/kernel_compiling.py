@@ -169,7 +169,7 @@ def stand_in() -> None:
         added: ["_added_kernel"],
         peer_sum: ["_sum_over_peers"],
         gemv: ["_gemv_kernel"],
-        grouped_linear: ["grouped_kernel", "_quarters_kernel"],
+        grouped_linear: ["decoded_kernel", "grouped_kernel", "_quarters_kernel"],
         groups: ["_order_kernel"],
         write_static: ["_write_static_kernel"],
     }
@@ -212,6 +212,7 @@ def compile_experts(dtype: torch.dtype) -> None:
         x = torch.zeros(tokens, mixture.columns, dtype=dtype)
         for weight in weights:
             grouped_linear.grouped_linear_kernel(x, weight, found, turned[:, :, 0])
+    grouped_linear.decoded_linear(x, codes[0], found)
     chosen = random_choice(mixture, 4, "cpu").view(-1)
     for format in FRAGMENTS:
         weight = random_experts(format, mixture, dtype, "meta")

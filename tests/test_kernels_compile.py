@@ -49,6 +49,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         "_fused_kernel",
         "fragment_kernel",
         "fragment_kernel_of_chosen",
+        "decoded_kernel",
         "grouped_kernel",
         "_int8_kernel",
         "_decode_kernel",

@@ -14,6 +14,7 @@ from kernel_cases import (
     FRAGMENTS,
     HALVES,
     MIXTRAL_8X7B,
+    PUBLISHED,
     QWEN3_30B_A3B,
     Mixture,
     fits_experts,
@@ -31,6 +32,8 @@ from zinfer.kernels.fragment_linear import chosen_linear
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
     can_group,
+    decoded_linear,
+    decodes,
     grouped_linear,
     grouped_linear_kernel,
     grouped_linear_ref,
@@ -70,12 +73,17 @@ WORDS = tuple(
 
 
 def assert_right(
-    found: torch.Tensor, x: torch.Tensor, weight: ExpertWeights, groups: Groups, bias: torch.Tensor | None = None
+    found: torch.Tensor,
+    x: torch.Tensor,
+    weight: ExpertWeights,
+    groups: Groups,
+    bias: torch.Tensor | None = None,
+    rounds: bool = False,
 ) -> None:
     wanted = grouped_linear_ref(x.double(), weight, groups, bias)
     assert found.shape == wanted.shape
     assert found.dtype == x.dtype
-    allowed = grouped_allowed_error(x, weight, groups, wanted)
+    allowed = grouped_allowed_error(x, weight, groups, wanted, rounds)
     worst = ((found.double() - wanted).abs() / allowed).max().item()
     assert worst <= 1, f"{worst} times the allowed error"
 
@@ -126,6 +134,40 @@ def test_few_pairs_of_fragments_each_read_their_matrix(
             assert_right(found, x, weight, groups, bias)
         with emulated(x, weight.codes, weight.scales) if INTERPRETED else nullcontext(), cut_into(programs):
             assert torch.equal(found, chosen_linear(x, weight, groups.chosen, mixture.rows, bias))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("format", [*FORMATS, *FRAGMENTS[:1], *PUBLISHED], ids=str)
+def test_experts_dequantized_a_few_at_a_time(kernel_device: str, format: QuantFormat, dtype: torch.dtype) -> None:
+    """Experts without tokens, with one, and with several tiles of tokens; rows and columns that no tile divides."""
+    torch.manual_seed(0)
+    for mixture in (Mixture(5, 2, 96, 256), Mixture(4, 2, 128, 200)):
+        if not fits_experts(format, mixture) or (not format.can_follow(mixture.rows) and format.outer is None):
+            continue
+        own = replace(format, outer_rows=mixture.rows) if format.outer is not None else format
+        weight = random_experts(own, mixture, dtype, kernel_device)
+        assert isinstance(weight, QuantizedMatrix)
+        groups = groups_of([0, 37, 1, 0, 20][: mixture.experts], 2, kernel_device)
+        bias = torch.randn(mixture.experts, mixture.rows, dtype=dtype, device=kernel_device)
+        two_experts = 2 * mixture.rows * mixture.columns * dtype.itemsize
+        for rows in (groups.num_pairs // 2, groups.num_pairs):
+            x = torch.randn(rows, mixture.columns, dtype=dtype, device=kernel_device)
+            found = decoded_linear(x, weight, groups, bias, GroupedTiles(16, 64, 64, 4, 2), two_experts)
+            assert_right(found, x, weight, groups, bias, rounds=True)
+
+
+def test_experts_with_many_tokens_are_dequantized_first() -> None:
+    mixture = Mixture(8, 2, 64, 128)
+    for dtype, mean, is_decoded in (
+        (torch.bfloat16, 384, True),
+        (torch.bfloat16, 383, False),
+        (torch.float32, 999, False),
+    ):
+        weight = random_experts(QuantFormat(8, 128), mixture, dtype, "meta")
+        assert isinstance(weight, QuantizedMatrix)
+        assert decodes(weight, Groups.of(torch.zeros(mean * 8, dtype=torch.int64), 8)) is is_decoded
 
 
 @pytest.mark.parametrize(
