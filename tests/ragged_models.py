@@ -80,9 +80,38 @@ PADDED_FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "phi3": {},
 }
 
+_INDEX: Final = {"index_n_heads": 2, "index_head_dim": 16}
 
-def tiny_model(family: str, num_layers: int = 2) -> PreTrainedModel:
-    """A float32 model, loud enough that its tokens differ."""
+# Those that attend to a choice of keys in sequences longer than a number of tokens.
+CHOOSING_FAMILIES: Final[dict[str, dict[str, Any]]] = {
+    "deepseek_v32": _LATENT | _INDEX | {"index_topk": 20},
+    "llama4_text": _HEADS
+    | {
+        "attention_chunk_size": 16,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
+    "minimax_m3_vl_text": _HEADS
+    | _INDEX
+    | {
+        "index_block_size": 16,
+        "index_topk_blocks": 3,
+        "layer_types": ["minimax_m3_sparse", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "dense_intermediate_size": 96,
+        "shared_intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+    },
+}
+
+
+def tiny_model(family: str, num_layers: int = 2, **options: object) -> PreTrainedModel:
+    """A float32 model, loud enough that its tokens differ; ``options`` of its config beside those it needs."""
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -93,7 +122,7 @@ def tiny_model(family: str, num_layers: int = 2) -> PreTrainedModel:
         "max_position_embeddings": 512,
     }
     special = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}
-    own = (FAMILIES | PADDED_FAMILIES)[family]
+    own = (FAMILIES | PADDED_FAMILIES | CHOOSING_FAMILIES)[family] | options
     keys = {key: value for key, value in (shape | special | own).items() if value is not None or key in special}
     keys |= {name: num_layers for name in ("num_hidden_layers", "n_layer", "n_layers") if name in keys}
     if "layer_types" in keys:

@@ -218,27 +218,16 @@ def test_sizes_that_cannot_be(folder: Path, options: dict[str, object], message:
         LLM(folder, device="cpu", **options)
 
 
-def test_positions_that_follow_the_longest_text_are_refused(tmp_path: Path) -> None:
-    tiny_checkpoint("llama", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        zinfer.errors.ConfigError, match="type dynamic, which depend on the longest sequence of a batch"
-    ):
-        LLM(tmp_path, device="cpu")
-
-
 def test_a_family_is_refused_before_a_quantized_copy_is_written(tmp_path: Path) -> None:
     folder, copies = tiny_checkpoint("llama", tmp_path / "model"), tmp_path / "copies"
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps(config | {"model_type": "olmo", "architectures": ["OlmoForCausalLM"]})
+        json.dumps(config | {"model_type": "diffllama", "architectures": ["DiffLlamaForCausalLM"]})
     )
     copies.mkdir()
     offload = {"device": "nvme", "nvme_path": str(copies)}
     settings = {"zero_optimization": {"offload_param": offload}, "zinfer": {"quantization": {"bits": 8}}}
-    with pytest.raises(zinfer.errors.ConfigError, match="a olmo model cannot run in ragged batches yet"):
+    with pytest.raises(zinfer.errors.ConfigError, match="a DiffLlamaForCausalLM cannot run in ragged batches"):
         LLM(folder, settings, device="cpu")
     assert list(copies.iterdir()) == []
 

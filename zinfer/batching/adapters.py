@@ -1,4 +1,4 @@
-"""Paged attention forwards for families that do not use transformers' attention interface, or cache latents."""
+"""Paged attention for modules that do not use transformers' attention interface, or whose pages hold latents."""
 
 import math
 from collections.abc import Callable
@@ -9,33 +9,42 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention
-from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb as rotate_falcon
 from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from zinfer.batching.attention import attend
+from zinfer.batching.attention import EXPAND, attend, keep_latents
 from zinfer.kernels.attention_arguments import AttentionRule
-from zinfer.model.families import ADAPTED, check_family
 from zinfer.model.module_patches import ModulePatches
 from zinfer.model.sharding.heads import head_range
 
 
-def patch_attention(model: PreTrainedModel, patches: ModulePatches) -> None:
-    """Patch the attention modules of a family that does not use transformers' interface.
+def patch_attention(model: PreTrainedModel, patches: ModulePatches) -> bool:
+    """Patch the attention modules that do not use transformers' interface, expand latents, or choose keys by an index.
 
-    Raises:
-        ConfigError: the family cannot run in ragged batches.
+    An index chooses some of more keys than it keeps. Requests are limited to fewer (`check_family`): none is computed.
+
+    Returns:
+        whether the model's code requires a mask.
     """
-    model_type = check_family(model)
-    if model_type in _OWN:
-        attention, forward = _OWN[model_type]
-        modules = [module for module in model.modules() if isinstance(module, attention)]
-        assert modules, f"a {model_type} model without a {attention.__name__}"
-        for module in modules:
+    needs_mask = False
+    for module in model.modules():
+        forward = next((own for kind, own in _OWN.items() if isinstance(module, kind)), None)
+        needs_mask |= isinstance(module, _MASKED)
+        if forward is not None:
             patches.patch(module, partial(forward, module))
+        elif isinstance(getattr(module, "kv_b_proj", None), nn.Module) and hasattr(module, EXPAND):
+            patches.patch(module, keep_latents, EXPAND)
+        if isinstance(indexer := getattr(module, "indexer", None), nn.Module):
+            patches.patch(indexer, _choose_none)
+            needs_mask = True
+    return needs_mask
+
+
+def _choose_none(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stand for an index: [1, tokens, 0]; paged attention ignores it."""
+    return hidden_states.new_empty((*hidden_states.shape[:2], 0), dtype=torch.long)
 
 
 def _alibi_slopes(module: BloomAttention | FalconAttention, device: torch.device) -> torch.Tensor:
@@ -144,69 +153,11 @@ def _mpt(
     return module.out_proj(out.reshape(1, out.shape[0], -1)), None
 
 
-def _deepseek_v2(
-    module: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: torch.Tensor, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """As `DeepseekV2Attention.forward`, over pages: hidden_states [1, tokens, hidden]."""
-    query, rotary_query, latent, rotary_key = _latent_parts(module, hidden_states)
-    rotated = v2.apply_rotary_emb(rotary_query, rotary_key, position_embeddings.to(rotary_query.device))
-    return _attend_to_latents(module, query, latent, *rotated), None
-
-
-def _deepseek_v3(
-    module: Any,
-    hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """As `DeepseekV3Attention.forward`, over pages: hidden_states [1, tokens, hidden]."""
-    query, rotary_query, latent, rotary_key = _latent_parts(module, hidden_states)
-    rotate = v3.apply_rotary_pos_emb_interleave if module.config.rope_interleave else v3.apply_rotary_pos_emb
-    rotated = rotate(rotary_query, rotary_key, *position_embeddings)
-    return _attend_to_latents(module, query, latent, *rotated), None
-
-
-def _latent_parts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the inputs of multi-head latent attention over the latents themselves (DeepSeek-V2, arXiv 2405.04434).
-
-    The cache holds one latent and one rotated key per token, for all heads. A head's key projection is multiplied into
-    its query, its value projection into its output: the sums equal those of the expanded keys and values.
-
-    Returns:
-        queries [1, heads, tokens, dim] in two parts, latents [1, tokens, rank], keys to rotate [1, 1, tokens, dim].
-    """
-    num_tokens = hidden.shape[1]
-    if module.q_lora_rank is None:
-        query = module.q_proj(hidden)
-    else:
-        query = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden)))
-    query = query.view(1, num_tokens, -1, module.qk_nope_head_dim + module.qk_rope_head_dim).transpose(1, 2)
-    plain, rotary = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
-    latent, key = module.kv_a_proj_with_mqa(hidden).split([module.kv_lora_rank, module.qk_rope_head_dim], dim=-1)
-    return plain, rotary, module.kv_a_layernorm(latent), key.view(1, 1, num_tokens, -1)
-
-
-def _attend_to_latents(
-    module: Any, query: torch.Tensor, latent: torch.Tensor, rotary_query: torch.Tensor, rotary_key: torch.Tensor
-) -> torch.Tensor:
-    """Return the attention's output [1, tokens, hidden] from the results of `_latent_parts`, after rotation."""
-    weight = module.kv_b_proj.weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, module.kv_lora_rank)
-    of_keys, of_values = weight.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
-    queries = torch.cat([query[0] @ of_keys, rotary_query[0].to(query.dtype)], dim=-1).transpose(0, 1)
-    keys = torch.cat([latent[0], rotary_key[0, 0].to(latent.dtype)], dim=-1)[:, None]
-    out = attend(module.layer_idx, queries, keys, latent[0, :, None], AttentionRule(module.scaling))
-    values = out.transpose(0, 1) @ of_values.transpose(1, 2)
-    projected: torch.Tensor = module.o_proj(values.transpose(0, 1).reshape(1, out.shape[0], -1))
-    return projected
-
-
-_OWN: Final[dict[str, tuple[type[nn.Module], Callable[..., Any]]]] = {
-    "deepseek_v2": (v2.DeepseekV2Attention, _deepseek_v2),
-    "deepseek_v3": (v3.DeepseekV3Attention, _deepseek_v3),
-    "bloom": (BloomAttention, _bloom),
-    "falcon": (FalconAttention, _falcon),
-    "gptj": (gptj.GPTJAttention, _gptj),
-    "mpt": (MptAttention, _mpt),
+_OWN: Final[dict[type[nn.Module], Callable[..., Any]]] = {
+    BloomAttention: _bloom,
+    FalconAttention: _falcon,
+    gptj.GPTJAttention: _gptj,
+    MptAttention: _mpt,
 }
-assert _OWN.keys() == ADAPTED
+_MASKED: Final = (MptAttention,)
+"""Attention whose code requires a mask, as that of indexers does."""

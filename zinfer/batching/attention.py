@@ -18,6 +18,7 @@ from zinfer.kernels.attention_arguments import AttentionRule
 from zinfer.kernels.kv_pages import KVPages
 from zinfer.kernels.paged_attention import paged_attention
 from zinfer.kernels.write_pages import write_pages
+from zinfer.model.module_patches import is_patched
 
 NAME: Final = "zinfer_paged"
 MASKED_NAME: Final = "zinfer_paged_masked"
@@ -99,8 +100,50 @@ def _from_transformers(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rule)
-    return out[None], None
+    queries, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if is_patched(module, EXPAND):
+        return _attend_to_latents(module, layer, queries, keys, values, rule)[None], None
+    return attend(layer, queries, keys, values, rule)[None], None
+
+
+EXPAND: Final = "expand_kv"
+"""transformers' method of latent attention that makes each head's keys and values of latents."""
+
+
+def keep_latents(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand for `expand_kv`: leave keys and values as they are cached, one latent and one rotated key per token.
+
+    Args:
+        latents: [1, 1, tokens, rank]; rotated: [1, 1, tokens, rotary dim].
+
+    Returns:
+        keys [1, 1, tokens, rank + rotary dim], which begin with the values, and values [1, 1, tokens, rank].
+    """
+    return torch.cat([latents, rotated.to(latents.dtype)], dim=-1), latents
+
+
+def _attend_to_latents(
+    module: Any, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
+    """Compute multi-head latent attention over the latents themselves (DeepSeek-V2, arXiv 2405.04434).
+
+    A head's key projection is multiplied into its query, its value projection into its output: the sums equal those of
+    the expanded keys and values.
+
+    Args:
+        queries: [tokens, heads, dim], the rotated part last; keys and values as of `keep_latents`, [tokens, 1, dim].
+
+    Returns:
+        [tokens, heads, value_dim].
+    """
+    weight = module.kv_b_proj.weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, module.kv_lora_rank)
+    of_keys, of_values = weight[:, : module.qk_nope_head_dim], weight[:, module.qk_nope_head_dim :]
+    width = module.qk_nope_head_dim
+    plain, rotated = queries.transpose(0, 1)[..., :width], queries.transpose(0, 1)[..., width:]
+    absorbed = torch.cat([plain @ of_keys, rotated], dim=-1).transpose(0, 1)
+    out = attend(layer, absorbed, keys, values, rule)
+    found: torch.Tensor = (out.transpose(0, 1) @ of_values.transpose(1, 2)).transpose(0, 1)
+    return found
 
 
 def _nothing_hidden(*args: Any, device: torch.device | None = None, **kwargs: Any) -> torch.Tensor:

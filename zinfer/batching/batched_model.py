@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.batcher import Batcher
 from zinfer.batching.draft_model import SmallModel, open_drafter
+from zinfer.batching.family_check import batched_limits
 from zinfer.batching.following_loop import FollowingLoop
 from zinfer.batching.lockstep import Follower, Leader, open_lockstep
 from zinfer.batching.pass_meter import PassMeter
@@ -30,8 +31,6 @@ from zinfer.engine.division import Prepare
 from zinfer.engine.input_errors import InputErrors
 from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import GraphCounts
-from zinfer.model.context_length import read_limits
-from zinfer.model.families import check_family
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec, common_window, count_experts
 from zinfer.offload.stats import RunStats
@@ -88,11 +87,14 @@ class BatchedModel:
     ) -> None:
         budget: BatchingBudget | None = None
 
+        def check_model(module: PreTrainedModel) -> None:
+            self.limits = batched_limits(module, settings.max_out_tokens)
+
         def find_reserve(
             module: PreTrainedModel, blocks: Sequence[ModelBlock], limits: MachineLimits, free_bytes: int
         ) -> Footprint:
             nonlocal budget
-            most = read_limits(module, settings.max_out_tokens).most_tokens
+            most = self.limits.most_tokens
             spec, weights = ModelSpec.read(module.config), WeightSizes.of(blocks)
             budget = find_budget(spec, module.dtype, weights, settings, limits, free_bytes, most, num_pages)
             return budget.footprint
@@ -106,7 +108,7 @@ class BatchedModel:
             self._model = StreamedModel(
                 model,
                 settings,
-                check_model=check_family,
+                check_model=check_model,
                 find_reserve=find_reserve,
                 replays_passes=True,
                 prepare=prepare,
@@ -216,7 +218,6 @@ class BatchedModel:
         module = self._model.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
         self.vocab_size = int(module.config.get_text_config().vocab_size)
-        self.limits = read_limits(module, settings.max_out_tokens)
         self.end_token_ids = ends = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
         self._defaults = GenerationDefaults.of(module, settings.generation_config)
         self._builder = RequestBuilder(self.tokenizer, self.vocab_size, self.limits, ends, self._defaults)

@@ -1,10 +1,13 @@
 """Runs passes: a ragged batch through transformers' modules, with resident or streamed weights."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import patch_attention
 from zinfer.batching.attention import MASKED_NAME, NAME, PagedAttention, attending
@@ -19,7 +22,6 @@ from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.kv_cache.host import HostedKVCache
 from zinfer.kv_cache.swap import SwapPlace
-from zinfer.model.families import wants_mask
 from zinfer.model.module_patches import ModulePatches
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.kv_budget import BatchingBudget
@@ -72,12 +74,48 @@ def _most_replayed_tokens(model: StreamedModel, graphs: ForwardGraphs | None) ->
     return min(map(int, model.ranks.exchange(most)))
 
 
+class PagedForward:
+    """A module's forward over ragged batches and a paged cache, with the attention of its layers, until `close`.
+
+    Args:
+        module: of a family that attends through transformers' interface, or has an adapter in `adapters`.
+        layers: its layers, in order.
+        cache: has as many layers as the module.
+    """
+
+    def __init__(self, module: PreTrainedModel, layers: Sequence[nn.Module], cache: PageCache) -> None:
+        self._module = module
+        self._patches = ModulePatches()
+        needs_mask = patch_attention(module, self._patches)
+        self._attention = PagedAttention(cache.layers)
+        self._layers = PartedLayers(self._patches, layers, self._attention, cache)
+        self._config: Any = module.config.get_text_config(decoder=True)
+        self._before = self._config._attn_implementation
+        self._config._attn_implementation = MASKED_NAME if needs_mask else NAME
+        self._takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
+
+    def __call__(self, batch: RaggedBatch) -> torch.Tensor:
+        """Return the logits at ``batch.wanted``: [samples, vocabulary], in the model's dtype."""
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False, "logits_to_keep": batch.wanted}
+        if self._takes_positions:
+            inputs["position_ids"] = batch.position_ids
+        self._layers.set(batch.parts)
+        with attending(self._attention):
+            logits: torch.Tensor = self._module(**inputs).logits
+        return logits[0]
+
+    def close(self) -> None:
+        """Undo the patches."""
+        self._patches.undo()
+        self._layers.set(())
+        self._config._attn_implementation = self._before
+
+
 class PassRunner:
     """Runs passes with the attention of a model's modules over a paged cache, until `close`.
 
     Args:
-        model: of a family that attends through transformers' interface, or has an adapter in `adapters`.
-        cache: has as many layers as the module.
+        model, cache: as for `PagedForward`.
         graphs: replay the batches that have a `PassBucket`; None: every pass is launched by Python.
 
     Attributes:
@@ -90,16 +128,9 @@ class PassRunner:
         self.model = model
         self.num_passes = 0
         self.is_settled = True
-        self._patches = ModulePatches()
-        patch_attention(model.module, self._patches)
-        self._attention = PagedAttention(cache.layers)
-        self._layers = PartedLayers(self._patches, model.layers, self._attention, cache)
-        self._config: Any = model.module.config.get_text_config(decoder=True)
-        self._before = self._config._attn_implementation
-        self._config._attn_implementation = MASKED_NAME if wants_mask(self._config.model_type) else NAME
+        self._forward = PagedForward(model.module, model.layers, cache)
         if model.stages is not None:
             model.stages.shares_logits = False  # the last stage draws, and sends tokens
-        self._takes_positions = "position_ids" in inspect.signature(type(model.module).forward).parameters
         self._graphs = graphs
         self._page_size = cache.page_size
         self._most_replayed_tokens = _most_replayed_tokens(model, graphs)
@@ -152,22 +183,11 @@ class PassRunner:
         """Undo the patches."""
         if self._graphs is not None:
             self._graphs.close()
-        self._patches.undo()
-        self._layers.set(())
-        self._config._attn_implementation = self._before
+        self._forward.close()
 
     def _call(self, work: Any) -> torch.Tensor:
         found: torch.Tensor = self.model.call(work)
         return found
-
-    def _forward(self, batch: RaggedBatch) -> torch.Tensor:
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False, "logits_to_keep": batch.wanted}
-        if self._takes_positions:
-            inputs["position_ids"] = batch.position_ids
-        self._layers.set(batch.parts)
-        with attending(self._attention):
-            logits: torch.Tensor = self.model.module(**inputs).logits
-        return logits[0]
 
     def _single(
         self,

@@ -9,13 +9,13 @@ from typing import Final, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from zinfer.batching.family_check import check_family
 from zinfer.batching.llm import LLM
 from zinfer.config import Settings
 from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs.token_rows import read_token_rows
 from zinfer.model.build import build_meta_model
-from zinfer.model.families import check_family
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.memory import Footprint, Request, find_footprint

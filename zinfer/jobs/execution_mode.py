@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
+from zinfer.batching.family_check import batched_limits, check_family
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
 from zinfer.config.settings import mute_key_report
@@ -38,7 +39,8 @@ from zinfer.jobs.report import Moment, Timeline
 from zinfer.jobs.request import JobRequest, Task, kept_message
 from zinfer.jobs.summary import weights_line
 from zinfer.jobs.weights import Weights, find_other_bytes
-from zinfer.model.families import check_family
+from zinfer.model.context_length import read_limits
+from zinfer.model.families import LIMITED_BY_ROTARY
 from zinfer.model.padding import RowSharing, find_row_sharing
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.planning.job_plan import ROWS_TOGETHER
@@ -100,14 +102,11 @@ class ExecutionMode:
         states_room = settings.batch != BatchSettings() or settings.memory.max_weight_memory is not None
         self._plans_room = is_generating_decoder(model) and not states_room and not self._encodes
         self._is_padded = False
-        if not self._encodes:
-            try:
-                check_family(model)
-            except ConfigError as error:
-                self._is_padded = True
-                if self._defaults.notice:
-                    meter.note(self._defaults.notice)
-                meter.note(f"padded batches through transformers' generate, which are slower: {error}")
+        if not self._encodes and (why := why_padded(model, settings)) is not None:
+            self._is_padded = True
+            if self._defaults.notice:
+                meter.note(self._defaults.notice)
+            meter.note(f"padded batches through transformers' generate, which are slower: {why}")
         self._head: EmbeddingHead | None = None
         if request.task is Task.EMBED:
             self._head = EmbeddingHead.read(Path(model.name_or_path), request.pooling)
@@ -331,6 +330,28 @@ def _nothing_reserved(error: PlanError) -> str:
         f"no memory is reserved for activations, so weights may take too much: {error}; where memory runs out, lower "
         "zinfer.max_weight_memory"
     )
+
+
+def why_padded(model: PreTrainedModel, settings: Settings) -> str | None:
+    """Return why rows are generated in padded batches; None: they are not.
+
+    Rotary positions that change in long rows are no limit of padded batches, so these are taken unless rows stay below.
+    """
+    try:
+        found = check_family(model)
+    except ConfigError as error:
+        return str(error)
+    longest, border = read_limits(model, settings.max_out_tokens).most_tokens, found.max_tokens
+    if found.limited_by != LIMITED_BY_ROTARY or border is None or (longest is not None and longest <= border):
+        return None
+    return f"{found.limited_by} {border} tokens; if rows stay within them, state max_out_tokens {border}"
+
+
+def job_limits(model: PreTrainedModel, settings: Settings, *, generates: bool) -> LengthLimits:
+    """Return the limits of a job's rows."""
+    if generates and not model.config.is_encoder_decoder and why_padded(model, settings) is None:
+        return batched_limits(model, settings.max_out_tokens)
+    return read_limits(model, settings.max_out_tokens, generates=generates)
 
 
 def check_task(model: PreTrainedModel, task: Task) -> None:

@@ -16,7 +16,7 @@ from zinfer.jobs.arrangement import choose_mesh
 from zinfer.jobs.batch_source import BatchSource
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.embedding_head import EmbeddingHead
-from zinfer.jobs.execution_mode import ExecutionMode
+from zinfer.jobs.execution_mode import ExecutionMode, job_limits
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.input_formats import check_first_rows
 from zinfer.jobs.job_forecast import forecast_batch, forecast_job
@@ -36,7 +36,6 @@ from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.versions import software
 from zinfer.jobs.weights import Weights, WeightsFile, new_sums, read_sums, write_sums
 from zinfer.model.build import build_meta_model
-from zinfer.model.context_length import read_limits
 from zinfer.planning.job_plan import Job
 from zinfer.planning.job_sizes import Sizes, choose_sizes, plans_sizes
 from zinfer.ranks.mesh import ALONE, Mesh
@@ -69,7 +68,7 @@ class JobRun:
             peers.check_same(fingerprint, software())
         self._weights = Weights(self._checkpoint)
         model = build_meta_model(self._checkpoint, settings.dtype)
-        limits = read_limits(model, settings.max_out_tokens, generates=generates)
+        limits = job_limits(model, settings, generates=generates)
         tokenizer, prefix = find_tokenizer(self._checkpoint.folder), ""
         if request.task is Task.EMBED:
             head = EmbeddingHead.read(self._checkpoint.folder, request.pooling)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from zinfer.config import Settings
 from zinfer.errors import RankError, SilentRankError, silent_rank_of
 from zinfer.jobs.completer import Completer
-from zinfer.jobs.execution_mode import ExecutionMode
+from zinfer.jobs.execution_mode import ExecutionMode, job_limits
 from zinfer.jobs.messages import (
     Answered,
     Begin,
@@ -39,7 +39,6 @@ from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.versions import software
 from zinfer.jobs.weights import find_other_bytes, new_sums
 from zinfer.model.build import build_meta_model
-from zinfer.model.context_length import read_limits
 from zinfer.nvme.pool import start_thread
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.links import open_links
@@ -163,7 +162,7 @@ class PeerWorker:
         settings, found = self._settings, Future[ExecutionMode]()
         try:
             model = build_meta_model(checkpoint, settings.dtype)
-            limits = read_limits(model, settings.max_out_tokens, generates=self._request.generates)
+            limits = job_limits(model, settings, generates=self._request.generates)
             tokenizer = find_tokenizer(checkpoint.folder)
             found.set_result(ExecutionMode(self._request, settings, model, tokenizer, limits, None, Meter()))
         except Exception as failure:  # rank 0, which says it better, comes to the same

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from zinfer.batching.family_check import batched_limits
 from zinfer.batching.llm import LLM
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError
@@ -16,7 +17,6 @@ from zinfer.jobs.records import completed_record
 from zinfer.jobs.row_form import RowForm
 from zinfer.jobs.rows import BadRow, Line, parse_line, row_of
 from zinfer.model.build import build_meta_model
-from zinfer.model.context_length import read_limits
 from zinfer.requests.completion import Completion
 from zinfer.requests.prompt_encoder import PromptEncoder, find_tokenizer
 from zinfer.weights import Checkpoint
@@ -80,7 +80,7 @@ class LLMPredictor:
         checkpoint = Checkpoint.open(model)
         settings = resolve_settings(config, options, swaps=True)
         meta = build_meta_model(checkpoint, settings.dtype)
-        limits = read_limits(meta, settings.max_out_tokens)
+        limits = batched_limits(meta, settings.max_out_tokens)
         tokenizer = find_tokenizer(checkpoint.folder)
         self._encoder = PromptEncoder(tokenizer, meta.config.get_text_config().vocab_size, limits)
         self._llm = LLM(checkpoint, config, **options)

@@ -103,6 +103,13 @@ class _SkipInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def build_on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """Build a class with parameters on the meta device, in evaluation mode; buffers are computed on the CPU."""
+    with init_empty_weights(include_buffers=False), _SkipInit():
+        model: PreTrainedModel = model_class(config)
+    return model.eval()
+
+
 def compute_buffers(model: nn.Module) -> None:
     """Replace buffers on the meta device by those computed from the model's config; a checkpoint may lack them.
 
@@ -121,8 +128,7 @@ def compute_buffers(model: nn.Module) -> None:
 
 def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(model, PreTrainedModel):
-        with init_empty_weights(include_buffers=False), _SkipInit():
-            return dict(type(model)(model.config).named_buffers())
+        return dict(build_on_meta(type(model), model.config).named_buffers())
     stored = model.state_dict().keys()
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in stored]
     if lost:

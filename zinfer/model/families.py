@@ -1,17 +1,30 @@
-"""The model families that are tested, the features each supports, and which of them run in ragged batches.
+"""The model families that are tested, the features each supports, and which models run in ragged batches.
 
-A family that uses transformers' attention interface needs nothing else to run in ragged batches; the others have an
-attention forward in `zinfer.batching.adapters`. Any other is refused: its output might be wrong without an error.
+[Note: families by measurement]
+Whether sequences that share a ragged pass get what each gets alone depends on a family's code: it may count positions
+by columns, attend by itself, mix tokens by convolutions, or choose among keys. No list says so. The model types below
+were verified by tests of their tokens; of any other class `zinfer.batching.family_check` compares logits, on a few
+layers with random weights of the same config, when a model is loaded first. What it finds is kept by class, options and
+version of transformers in the user's cache folder.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import logging
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from typing import Any, Final
 
+import transformers
 from transformers import PreTrainedModel
 
-from zinfer.errors import ConfigError
+from zinfer.model.padding import rotary_border
 from zinfer.model.sharding.plans import divides_experts, is_divided
+from zinfer.nvme.whole_file import cache_folder, replace_file
+
+log = logging.getLogger(__name__)
+
+VERSION: Final = 1
+"""Of how families are measured; another one measures again."""
 
 INTERFACED: Final = frozenset(
     (
@@ -24,65 +37,89 @@ INTERFACED: Final = frozenset(
 ADAPTED: Final = frozenset(("bloom", "deepseek_v2", "deepseek_v3", "falcon", "gptj", "mpt"))
 """Model types with an attention forward in `zinfer.batching.adapters`."""
 
-_GROWING: Final = frozenset({"dynamic", "longrope"})
-"""Rotary types whose frequencies depend on the longest sequence (transformers, modeling_rope_utils.py)."""
+_UNPLAIN: Final = ("use_bidirectional_attention", "slow_but_exact")
+"""Options with which no model type is trusted."""
+_NAMES: Final = frozenset({"_name_or_path", "architectures", "dtype", "id2label", "label2id", "transformers_version"})
+"""Members of a config that change nothing of how it runs."""
+LIMITED_BY_ROTARY: Final = "rotary positions of type longrope or dynamic change beyond"
+_found: dict[str, "Batching"] = {}
 
 
-def is_known(model_type: str) -> bool:
-    """Whether a model of this type can run in ragged batches."""
-    return model_type in INTERFACED or model_type in ADAPTED
+@dataclass(frozen=True)
+class Batching:
+    """Whether sequences of a model that share ragged passes get what each gets alone in transformers.
 
-
-def wants_mask(model_type: str) -> bool:
-    """Whether the family's code requires an attention mask."""
-    return model_type == "mpt"
-
-
-def check_family(model: PreTrainedModel) -> str:
-    """Return the model's type.
-
-    Raises:
-        ConfigError: the family, or an option of the model, is not supported in ragged batches.
+    Attributes:
+        why_not: a reason; None: they do.
+        max_tokens: of a sequence, up to which that holds; None: without a limit of its own.
+        limited_by: the member of config.json that limits them.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            f"a {type(model).__name__} is not a transformers model, whose attention ragged batches need; use "
-            "zinfer.init_inference for it"
-        )
-    config: Any = model.config.get_text_config(decoder=True)
-    model_type: str = config.model_type
-    if (oddity := _oddity(config)) is not None:
-        raise ConfigError(f"this {model_type} model {oddity}; use zinfer.init_inference for it")
-    if not is_known(model_type):
-        known = ", ".join(sorted(INTERFACED | ADAPTED))
-        raise ConfigError(f"a {model_type} model cannot run in ragged batches yet; known are {known}")
-    if not model.can_generate():
-        raise ConfigError(f"a {type(model).__name__} does not generate; use zinfer.init_inference for its outputs")
-    return model_type
+
+    why_not: str | None = None
+    max_tokens: int | None = None
+    limited_by: str | None = None
 
 
-def _oddity(config: Any) -> str | None:
-    """Return why a batched sequence would get other tokens than alone or in transformers; None if it would not."""
-    growing = _rope_types(getattr(config, "rope_parameters", None)) & _GROWING
-    if growing:
-        kinds = ", ".join(sorted(growing))
-        return f"has rotary positions of type {kinds}, which depend on the longest sequence of a batch"
-    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
-        return "lets tokens see later ones (use_bidirectional_attention, is_causal), which are not there yet"
+def is_trusted(config: Any) -> bool:
+    """Whether no measurement is needed for a model of this text config: its type was verified, and it has no oddity."""
+    if config.model_type not in INTERFACED and config.model_type not in ADAPTED:
+        return False
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if others:
-        return f"has layers of the kind {', '.join(sorted(others))}, and pages know full and sliding attention"
-    if getattr(config, "slow_but_exact", False) and getattr(config, "pretraining_tp", 1) > 1:
-        return "sums its projections in slices (slow_but_exact), which is not available in ragged batches"
-    return None
+    oddities = [name for name in _UNPLAIN if getattr(config, name, False)]
+    return not others and not oddities and bool(getattr(config, "is_causal", True))
 
 
-def _rope_types(parameters: object) -> set[str]:
-    """Return the rotary types of a model, or of each kind of its layers."""
-    if not isinstance(parameters, Mapping):
-        return set()
-    own = {str(parameters["rope_type"])} if "rope_type" in parameters else set()
-    return own.union(*(_rope_types(value) for value in parameters.values()))
+def recall_batching(model: PreTrainedModel) -> Batching | None:
+    """Return what is known of a model's class with its options; None: it was not measured on this machine."""
+    config: Any = model.config.get_text_config(decoder=True)
+    if is_trusted(config):
+        return limited(config, Batching())
+    key = _key(model)
+    if key not in _found:
+        path = cache_folder() / f"family-{key}.json"
+        try:
+            _found[key] = Batching(**json.loads(path.read_bytes())["batching"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.warning("%s is ignored, and the family measured again: %s", path, error)
+            return None
+    return _found[key]
+
+
+def record_batching(model: PreTrainedModel, batching: Batching) -> None:
+    """Keep what was measured, for this process and in `cache_folder` for later ones; a failure to write is logged."""
+    key = _key(model)
+    _found[key] = batching
+    path = cache_folder() / f"family-{key}.json"
+    stated = {"class": type(model).__name__, "transformers": transformers.__version__, "batching": asdict(batching)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(stated, indent=1) + "\n")
+    except OSError as error:
+        log.info("%s: %s; families are measured again at each start", path, error.strerror)
+
+
+def forget_batching() -> None:
+    """Forget what this process has measured or read; what is in the cache folder stays."""
+    _found.clear()
+
+
+def limited(config: Any, batching: Batching) -> Batching:
+    """Return it with the limit of rotary positions that change in long sequences, if that is tighter."""
+    border, _ = rotary_border(config)
+    if border is None or (batching.max_tokens is not None and batching.max_tokens <= border):
+        return batching
+    return replace(batching, max_tokens=border, limited_by=LIMITED_BY_ROTARY)
+
+
+def _key(model: PreTrainedModel) -> str:
+    """Identify a class and all of its options, also those of layers; token ids and the vocabulary are left out."""
+    config: Any = model.config.get_text_config(decoder=True)
+    options = {name: value for name, value in config.to_dict().items() if name not in _NAMES}
+    options = {name: value for name, value in options.items() if not name.endswith("_token_id")} | {"vocab_size": None}
+    stated = [VERSION, transformers.__version__, type(model).__name__, options]
+    return sha256(json.dumps(stated, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 _RMS: Final = "RMS norm"
@@ -135,7 +172,7 @@ class Family:
     @property
     def is_batched(self) -> bool:
         """Whether `zinfer.LLM` and jobs run it by continuous batching."""
-        return is_known(self.model_type)
+        return self.model_type in INTERFACED or self.model_type in ADAPTED
 
     @property
     def is_tensor_parallel(self) -> bool:

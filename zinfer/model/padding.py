@@ -11,16 +11,18 @@ measure; that length is read from the config.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 
 from zinfer.errors import ConfigError
+from zinfer.model.build import build_on_meta
 from zinfer.model.context_length import is_encoder_decoder
 from zinfer.model.partition import find_layers
 from zinfer.model.stage import ShorterModel, count_to_all_kinds
@@ -30,11 +32,21 @@ _ROW: Final = 5
 _LONG_ROW: Final = 14
 _WINDOW: Final = 4
 """Attention windows and chunks in the measurement, so that its rows exceed them."""
-_WINDOWS: Final = ("sliding_window", "attention_chunk_size")
+_NARROWED: Final = re.compile(
+    r"(window|chunk|index_topk|index_block|floor|local_attention)(?!.*(layer|pattern|type|num))"
+)
+"""Members of configs, and of modules, that are a number of tokens from which on attention or positions change."""
+GROWING_ROTARY: Final = frozenset({"dynamic", "longrope"})
+"""Rotary types whose frequencies depend on the longest sequence (transformers, modeling_rope_utils.py)."""
+_BLOCKS: Final = "index_topk_blocks"
+"""Blocks of `index_block_size` keys that an index chooses."""
+_ORIGINAL: Final = "original_max_position_embeddings"
 _NUM_NEW: Final = 2
+FORCED: Final = 7
+"""The token that all rows are continued with."""
 _NUM_TOKENS: Final = 64
 """Tokens that the head is left with."""
-_TOLERANCE: Final = 1e-3
+TOLERANCE: Final = 1e-3
 """Of the outputs' standard deviation; rounding makes about 1e-6, another position 0.1 or more."""
 _STEPS: Final = (1, 7, 13, 29)
 """Distances in the random buffer of a matrix's neighbours, from the last dimension to the first."""
@@ -96,12 +108,12 @@ def find_row_sharing(model: PreTrainedModel, pad_token_id: int, *, generates: bo
         pad_token_id: that rows are padded with: on the left for decoders that generate, else on the right.
         generates: whether rows are generated, or only encoded.
     """
-    border, grows = _rotary_border(model.config)
+    border, grows = rotary_border(model.config)
     name = type(model).__name__
     sharing, why = Sharing.EQUAL, None
-    for copied in (_first_layers, _shorter_lists):
+    for make_copy in RANDOM_COPIES:
         try:
-            sharing, why = _measured(_with_random_weights(copied(model)), pad_token_id, generates=generates), None
+            sharing, why = _measured(make_copy(model), pad_token_id, generates=generates), None
             break
         except Exception as error:  # a class that such a copy does not suit may fail in any way
             why = f"how padding affects a {name} could not be measured ({type(error).__name__}: {error!s:.100})"
@@ -129,7 +141,7 @@ def reset_rotary(model: nn.Module) -> None:
                 module.register_buffer(name.replace("original_", ""), buffer.clone(), persistent=False)
 
 
-def _rotary_border(config: PreTrainedConfig) -> tuple[int | None, bool]:
+def rotary_border(config: PreTrainedConfig) -> tuple[int | None, bool]:
     """Return the tokens up to which frequencies stay, and whether longer rows have frequencies of their length."""
     text: Any = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None)
@@ -152,42 +164,85 @@ def _rotary_kinds(parameters: object) -> Iterator[Mapping[str, Any]]:
             yield from _rotary_kinds(each)
 
 
-def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy with the first layers, as few as have all kinds among them, as its config says too."""
-    shorter = ShorterModel.of_each_kind(model)
-    shorter.apply()
-    try:
-        return copy.deepcopy(model)
-    finally:
-        shorter.undo()
+def first_layers(model: PreTrainedModel, *, narrows: bool = True) -> PreTrainedModel:
+    """Return a model of the same config with random weights: the first layers that have all kinds, and one more.
+
+    In outputs of the last token alone the layer behind shows what a layer makes of earlier tokens. The returned model's
+    config states the number of its layers.
+
+    Args:
+        model: not changed.
+        narrows: whether attention windows and the like are a few tokens wide, so that short rows exceed them.
+    """
+    small = _rebuilt(model, narrows)
+    ShorterModel.of_each_kind(small, num_more=1).apply()
+    return _with_random_weights(small)
 
 
-def _shorter_lists(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy with the first layers of each list of layers; its config states the number of all."""
-    small = copy.deepcopy(model)
+def _shorter_lists(model: PreTrainedModel, *, narrows: bool = True) -> PreTrainedModel:
+    """As `first_layers`, of each list of layers; the config states the number of all."""
+    small = _rebuilt(model, narrows)
     lists: dict[str, dict[str, nn.Module]] = {}
     for name, layer in find_layers(small).items():
         lists.setdefault(name.rpartition(".")[0], {})[name] = layer
     for path, layers in lists.items():
         if isinstance(found := small.get_submodule(path), nn.ModuleList) and len(found) == len(layers):
-            del found[count_to_all_kinds(small, layers) :]
-    return small
+            del found[count_to_all_kinds(small, layers) + 1 :]
+    return _with_random_weights(small)
 
 
-def _narrow_windows(model: PreTrainedModel) -> None:
-    """Let windows be exceeded by rows of a few tokens, in the config and in the modules that read it."""
-    config = model.config.get_text_config()
-    for holder in (config, *model.modules()):
-        for name in _WINDOWS:
-            if isinstance(width := vars(holder).get(name), int) and width > _WINDOW:
-                setattr(holder, name, _WINDOW)
-    if getattr(config, "_experts_implementation", None) is not None:
-        config._experts_implementation = "eager"  # the others copy the weights of all experts
+def _rebuilt(model: PreTrainedModel, narrows: bool) -> PreTrainedModel:
+    """Build the class again on the meta device, so that its modules read the narrowed config too."""
+    config = copy.deepcopy(model.config)
+    if narrows:
+        _narrow_windows(config)
+    text: Any = config.get_text_config()
+    if getattr(text, "_experts_implementation", None) is not None:
+        text._experts_implementation = "eager"  # the others copy the weights of all experts
+    return build_on_meta(type(model), config)
+
+
+class RandomCopy(Protocol):
+    """Makes a short model with random weights of another one's config; as `first_layers`."""
+
+    def __call__(self, model: PreTrainedModel, *, narrows: bool = True) -> PreTrainedModel: ...
+
+
+RANDOM_COPIES: Final[tuple[RandomCopy, ...]] = (first_layers, _shorter_lists)
+"""The config of the first one's result is true, the second one suits more classes."""
+
+
+def narrowed_sizes(config: Any) -> dict[str, int]:
+    """Return, by their names in a config, the numbers of tokens from which on attention or positions may change."""
+    found = {name: size for name, size in vars(config).items() if _NARROWED.search(name) and _exceeds_window(size)}
+    for each in _rotary_kinds(getattr(config, "rope_parameters", None)):
+        if each["rope_type"] not in GROWING_ROTARY and _exceeds_window(size := each.get(_ORIGINAL)):
+            found[f"rope_parameters.{_ORIGINAL}"] = size
+    found.pop(_BLOCKS, None)
+    if "index_block_size" in found:
+        found["index_block_size"] *= getattr(config, _BLOCKS, 1)
+    return found
+
+
+def _exceeds_window(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > _WINDOW
+
+
+def _narrow_windows(config: PreTrainedConfig) -> None:
+    """Let windows be exceeded by rows of a few tokens."""
+    text: Any = config.get_text_config()
+    for name, size in list(vars(text).items()):
+        if _NARROWED.search(name) and _exceeds_window(size):
+            setattr(text, name, _WINDOW)
+    if hasattr(text, _BLOCKS):
+        setattr(text, _BLOCKS, 1)
+    for each in _rotary_kinds(getattr(text, "rope_parameters", None)):
+        if each["rope_type"] not in GROWING_ROTARY and isinstance(each, dict) and _ORIGINAL in each:
+            each[_ORIGINAL] = min(each[_ORIGINAL], _WINDOW)
 
 
 def _with_random_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model random float32 weights, narrow windows and few logits."""
-    _narrow_windows(model)
+    """Give a model random float32 weights and few logits."""
     generator = torch.Generator().manual_seed(0)
     head = model.get_output_embeddings()
     filled: dict[int, nn.Parameter] = {}  # tied ones stay tied
@@ -228,11 +283,11 @@ def _random(shape: tuple[int, ...], generator: torch.Generator, *, is_scale: boo
 def _measured(model: PreTrainedModel, pad_token_id: int, *, generates: bool) -> Sharing:
     tokens = [each for each in range(3, _NUM_TOKENS) if each != pad_token_id]
     row, other, longer = (tokens[begin : begin + num] for begin, num in ((0, _ROW), (9, _ROW), (20, _LONG_ROW)))
-    compute = _generated if generates else _encoded
+    compute = generate_forced if generates else _encoded
 
     def is_kept(neighbour: Sequence[int]) -> bool:
         found = compute(model, [row, neighbour], pad_token_id)
-        return bool((found - alone).abs().max() <= _TOLERANCE * alone.std())
+        return bool((found - alone).abs().max() <= TOLERANCE * alone.std())
 
     alone = compute(model, [row], pad_token_id)
     if not alone.isfinite().all():
@@ -264,17 +319,19 @@ class _Forced(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         forced = torch.full_like(scores, -torch.inf)
-        forced[:, 7] = 0
+        forced[:, FORCED] = 0
         return forced
 
 
-def _generated(model: PreTrainedModel, rows: Sequence[Sequence[int]], pad_token_id: int) -> torch.Tensor:
+def generate_forced(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], pad_token_id: int, num_new: int = _NUM_NEW
+) -> torch.Tensor:
     """Return the first row's logits for its first new tokens, [new tokens, logits]."""
     side = "right" if is_encoder_decoder(model) else "left"
     found: Any = model.generate(
         **_padded(rows, pad_token_id, side),
         logits_processor=LogitsProcessorList([_Forced()]),
-        max_new_tokens=_NUM_NEW,
+        max_new_tokens=num_new,
         eos_token_id=[_NUM_TOKENS],
         pad_token_id=pad_token_id,
         do_sample=False,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the spec of a published model is stored, and used without b
 _ONE_OPERATION: Final = frozenset({"relu", "silu", "swish", "gelu", "gelu_pytorch_tanh", "tanh", "sigmoid", "relu6"})
 _MLP_WIDTHS: Final = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "d_inner", "hidden_dim")
 _DEFAULT_EXPANSION: Final = 4  # GPT-2, BLOOM and others, whose config may omit the width of the MLP
+_INDEXED: Final = ("update_indexer", "update_index")  # methods of cache layers that hold an index's keys beside theirs
 _SHARED_LAYER: Final = "DummyLayer"  # a cache layer that holds nothing: another layer's cache is used, or none
 # Families whose attention uses a window; configs of others may state one that is ignored.
 _WINDOWED: Final = frozenset(
@@ -240,6 +241,7 @@ def _read(text: PretrainedConfig, vocab: int, windows: tuple[int | None, ...]) -
     is_latent = bool(getattr(text, "kv_lora_rank", None))
     read_attention = _latent_attention if is_latent else _attention
     query, cached, expanded, kv = read_attention(text, hidden, num_heads, len(windows))
+    cached += _widest(text, "index_head_dim")
     activation = _first(text, "hidden_act", "hidden_activation", "activation_function")
     return ModelSpec(
         model_type=text.model_type,
@@ -300,6 +302,7 @@ def _windows(text: PretrainedConfig) -> tuple[int | None, ...]:
 
     layers = DynamicCache(config=text).layers
     kinds = {type(layer) for layer in layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    kinds = {kind for kind in kinds if not any(hasattr(kind, name) for name in _INDEXED)}
     unknown = sorted(kind.__name__ for kind in kinds if kind.__name__ != _SHARED_LAYER)
     if unknown:
         raise PlanError(

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
-from zinfer.model.families import check_family
 from zinfer.model.partition import find_layers
 
 _BY_LAYER: Final = ("layer_types", "mlp_layer_types")
@@ -65,14 +64,17 @@ class ShorterModel:
                 raise ConfigError(f"the config of a {type(model).__name__} states no {name} that could be lowered")
 
     @classmethod
-    def of_each_kind(cls, model: PreTrainedModel, classes: Sequence[BlockClass] = ()) -> "ShorterModel":
+    def of_each_kind(
+        cls, model: PreTrainedModel, classes: Sequence[BlockClass] = (), num_more: int = 0
+    ) -> "ShorterModel":
         """Return the model with its first layers, as few as have all kinds among them: one, where all are alike.
 
         Args:
             classes: of modules that are layers too.
+            num_more: layers behind these.
         """
         layers = find_layers(model, classes)
-        return cls(model, layers, (0, count_to_all_kinds(model, layers)), {})
+        return cls(model, layers, (0, min(len(layers), count_to_all_kinds(model, layers) + num_more)), {})
 
     def apply(self) -> None:
         """Cut the model down; call it once, or again after `undo`."""
@@ -256,10 +258,6 @@ class AbsentHead(nn.Module):
 
 
 def _check(model: PreTrainedModel) -> None:
-    try:
-        check_family(model)
-    except ConfigError as error:
-        raise ConfigError(f"{_KEY}: stages need a model that runs in ragged batches: {error}") from error
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(model.get_input_embeddings(), nn.Embedding):
         raise ConfigError(f"{_KEY}: a {type(model).__name__} has no embedding or no linear head to put on a stage")

@@ -4,7 +4,7 @@
 `zinfer.model.context_length.read_limits` reads a model's limits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from zinfer.errors import ConfigError
@@ -63,6 +63,11 @@ class LengthLimits:
     def of_encoder(cls, positions: int | None, source: str, max_out_tokens: int | None) -> "LengthLimits":
         """Return limits for prompts without new tokens; ``source`` describes ``positions``."""
         return cls(prompt=_tighter((positions, source), (max_out_tokens, _STATED)))
+
+    def within(self, max_tokens: int, source: str) -> "LengthLimits":
+        """Limit a prompt and its new tokens together to ``max_tokens`` too; ``source`` says what does."""
+        own = () if self.total is None else ((self.total.max_tokens, self.total.source),)
+        return replace(self, total=_tighter(*own, (max_tokens, source)))
 
     @property
     def most_tokens(self) -> int | None:

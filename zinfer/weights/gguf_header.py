@@ -217,7 +217,9 @@ def _value(source: _Bytes, key: str) -> Value:
         return source.text(what)
     if kind in _SCALARS:
         value: Value = _numbers(source, kind, 1, what)[0]
-        return float(str(np.float32(float(str(value))))) if kind == _FLOAT32 else value  # 1e-6 was written as the nearest float32
+        return (
+            float(str(np.float32(float(str(value))))) if kind == _FLOAT32 else value
+        )  # 1e-6 was written as the nearest float32
     if kind != _ARRAY:
         source.fail(f"the {what} has type {kind}, which GGUF does not define")
     kind, count = source.unsigned(4, f"type of the {what}"), source.count(f"length of the {what}")
