@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import torch
 from checkpoints import VOCAB_SIZE
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
 from ragged_models import make_loud
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -19,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 E4M3: Final = torch.float8_e4m3fn
 MAGNITUDES: Final = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 Parts = dict[str, torch.Tensor]
-Encode = Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]
+Encode = Callable[..., tuple[Parts, torch.Tensor]]
 
 SHAPE: Final[dict[str, Any]] = {
     "vocab_size": VOCAB_SIZE,
@@ -66,6 +68,10 @@ def paired(codes: torch.Tensor) -> torch.Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
+def unpaired(pairs: torch.Tensor) -> torch.Tensor:
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+
+
 def in_groups(values: torch.Tensor, size: int) -> torch.Tensor:
     """The largest number of each group of columns, [rows, groups]."""
     return values.abs().unflatten(1, (-1, size)).amax(-1)
@@ -92,6 +98,96 @@ def mxfp4(values: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return {"blocks": paired(codes).unflatten(1, (-1, 16)), "scales": scales}, of_e2m1(codes) * each
 
 
+def nvfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales of e4m3, the scale of the second level that they are multiplied with, and the values."""
+    outer = values.abs().max() / (6 * 448)
+    scales = (in_groups(values, 16) / 6 / outer).clamp(min=2**-9).to(E4M3)
+    each = spread(scales, 16) * outer
+    codes = e2m1(values / each)
+    return paired(codes), scales, outer, of_e2m1(codes) * each
+
+
+def of_modelopt_nvfp4(values: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    codes, scales, outer, read = nvfp4(values)
+    static = {"input_scale": torch.tensor(0.5), "k_scale": torch.tensor(0.5)}
+    return {"weight": codes, "weight_scale": scales, "weight_scale_2": outer} | static, read
+
+
+def e4m3(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and the values, for scales of the values' shape."""
+    codes = (values / scales).clamp(-448, 448).to(E4M3)
+    return codes, codes.float() * scales
+
+
+def of_modelopt_fp8(values: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    scale = values.abs().max() / 448
+    codes, read = e4m3(values, scale)
+    return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.5)}, read
+
+
+def of_mxfp8(values: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    scales = powers(values, 32, 448)
+    codes, read = e4m3(values, spread(of_powers(scales), 32))
+    return {"weight": codes, "weight_scale_inv": scales}, read
+
+
+def fp8_with_fp4(values: torch.Tensor, name: str) -> tuple[Parts, torch.Tensor]:
+    """DeepSeek-V4: blocks of 16 x 16 with powers of two, and experts of e2m1."""
+    if ".experts." in name:
+        parts, read = mxfp4(values)
+        scales = parts["scales"].view(torch.float8_e8m0fnu)
+        return {"weight": parts["blocks"].flatten(1).view(torch.int8), "scale": scales}, read
+    rows, columns = values.shape
+    padded = torch.nn.functional.pad(values, (0, -columns % 16, 0, -rows % 16))
+    largest = padded.abs().unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).amax((1, 3))
+    scales = torch.exp2((largest / 448).log2().ceil())
+    each = scales.repeat_interleave(16, 0).repeat_interleave(16, 1)[:rows, :columns]
+    codes, read = e4m3(values, each)
+    return {"weight": codes, "scale": scales.to(torch.float8_e8m0fnu)}, read
+
+
+def compressed(format: str, **weights: Any) -> "PublishedFormat":
+    """What compressed-tensors itself makes of a matrix."""
+    args = {"type": "float", "symmetric": True, **weights}
+    activations = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    group = {"targets": ["Linear"], "weights": args, "input_activations": activations, "format": format}
+    scheme = QuantizationScheme(**group)
+
+    def encode(values: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        columns = values.shape[1]
+        rows, width = {"tensor": (len(values), columns), "channel": (1, columns)}.get(
+            weights["strategy"], weights.get("block_structure") or (1, weights.get("group_size"))
+        )
+        padded = torch.nn.functional.pad(values, (0, -columns % width, 0, -len(values) % rows))
+        spans = padded.unflatten(1, (-1, width)).unflatten(0, (-1, rows))
+        largest = spans.abs().amax((1, 3))
+        scales, outer = largest / (6 if weights["num_bits"] == 4 else 448), None
+        state = {"weight": values}
+        if "mx" in format:
+            scales = torch.exp2(scales.log2().ceil())
+        elif format.startswith("nvfp4"):
+            outer = (6 * 448 / values.abs().max()).reshape(1)
+            scales = (scales * outer).to(E4M3).float()
+            state["weight_global_scale"] = outer
+        elif weights["strategy"] == "tensor":
+            scales = scales.reshape(1)
+        parts = BaseCompressor.get_value_from_registry(format).compress(state | {"weight_scale": scales}, scheme)
+        each = scales.reshape(-1, 1) if scales.ndim == 1 else scales
+        each = each if outer is None else each / outer
+        each = each.repeat_interleave(rows, 0)[: len(values)].repeat_interleave(width, 1)[:, :columns]
+        packed = parts.get("weight_packed")
+        codes = (
+            parts["weight"].float()
+            if packed is None
+            else of_e2m1(torch.stack((packed & 15, packed >> 4), -1).flatten(1))
+        )
+        kept = {part: each for part, each in parts.items() if each is not None}
+        return kept | {"input_scale": torch.tensor([0.5])}, codes * each
+
+    section = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+    return PublishedFormat(section, encode)
+
+
 @dataclass(frozen=True)
 class PublishedFormat:
     """``section`` is quantization_config; ``keeps`` ends names of matrices that are in full precision."""
@@ -105,6 +201,25 @@ class PublishedFormat:
 
 FORMATS: Final[dict[str, PublishedFormat]] = {
     "mxfp4": PublishedFormat({"quant_method": "mxfp4"}, mxfp4, of_stacks=True),
+    "mxfp8": PublishedFormat({"quant_method": "mxfp8", "modules_to_not_convert": ["lm_head"]}, of_mxfp8),
+    "fp8 with fp4 experts": PublishedFormat(
+        {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+        fp8_with_fp4,
+    ),
+    "modelopt nvfp4": PublishedFormat(
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}},
+        of_modelopt_nvfp4,
+        file="hf_quant_config.json",
+    ),
+    "modelopt fp8": PublishedFormat(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}, of_modelopt_fp8
+    ),
+    "compressed mxfp4": compressed("mxfp4-pack-quantized", num_bits=4, strategy="group", group_size=32),
+    "compressed nvfp4": compressed("nvfp4-pack-quantized", num_bits=4, strategy="tensor_group", group_size=16),
+    "compressed mxfp8": compressed("mxfp8-quantized", num_bits=8, strategy="group", group_size=32),
+    "compressed fp8 by tensor": compressed("float-quantized", num_bits=8, strategy="tensor"),
+    "compressed fp8 by channel": compressed("float-quantized", num_bits=8, strategy="channel"),
+    "compressed fp8 in blocks": compressed("float-quantized", num_bits=8, strategy="block", block_structure=[16, 32]),
 }
 
 
@@ -123,7 +238,8 @@ def write_published(folder: Path, family: str, name: str, **shape: Any) -> PreTr
             if value.ndim == 3:
                 stored |= _stack(stored.pop(name), name, format, values)
         elif value.ndim == 2 and not name.endswith((*format.keeps, "_bias")):
-            parts, values[name] = format.encode(stored.pop(name))
+            of_name = (name,) if format.encode is fp8_with_fp4 else ()
+            parts, values[name] = format.encode(stored.pop(name), *of_name)
             stored |= {f"{name.removesuffix('.weight')}.{part}": each.contiguous() for part, each in parts.items()}
     save_file(values, folder / "model.safetensors", {"format": "pt"})
     full: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

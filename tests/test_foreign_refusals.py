@@ -61,27 +61,34 @@ NOT_SUPPORTED = [
     (compressed(config_groups=None), "config_groups is {}"),
     *(
         (compressed(format=name), f"config_groups.a.format is '{name}': Input should be 'pack-quantized', ")
-        for name in ("marlin-24", "nvfp4-pack-quantized")
+        for name in ("marlin-24", "mxfp6-pack-quantized")
     ),
     (weights(num_bits=3), "config_groups.a.weights.num_bits is 3"),
     (weights(type="float", num_bits=8), "weights in the format pack-quantized are of type int"),
-    (weights(strategy="tensor_group"), "config_groups.a.weights.strategy is 'tensor_group'"),
+    (weights(strategy="tensor_group", group_size=16), "a scale of scales is read in the format nvfp4-pack-quantized"),
     (
         weights(strategy="block", block_structure=[8, 8]),
         "packed weights are read with a scale per tensor, channel or group",
     ),
-    (group(input_activations={"dynamic": "local"}), "config_groups.a.input_activations.dynamic is 'local'"),
+    (group(input_activations={"dynamic": "once"}), "config_groups.a.input_activations.dynamic is 'once'"),
     (group(output_activations={"dynamic": True}), "config_groups.a.output_activations is {"),
     (
         group(format="float-quantized", weights={"type": "float", "num_bits": 4}),
-        "config_groups.a.weights.num_bits is 4",
+        "floating-point weights of 4 bits are not stored in the format float-quantized",
     ),
     (group(format="float-quantized", weights={"type": "float", "symmetric": False}), "weights.symmetric is False"),
 ]
 NOT_SUPPORTED += [
     (fp8(fmt="e5m2"), "fmt is 'e5m2': Input should be 'e4m3'"),
     (fp8(activation_scheme="token"), "activation_scheme is 'token': Input should be 'dynamic' or 'static'"),
-    (fp8(expert_dtype="fp4"), "expert_dtype is 'fp4': Input should be 'fp8'"),
+    (fp8(expert_dtype="int4"), "expert_dtype is 'int4': Input should be 'fp8' or 'fp4'"),
+    ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, "weight_block_size.0 is 128: Input should be 1"),
+    ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "quant_algo is 'int4_awq': Input should be 'fp8', "),
+    ({"quant_method": "mxfp4", "rotation": "hadamard"}, "rotation is 'hadamard': not a known key, and it may change"),
+    (
+        group(format="nvfp4-pack-quantized", weights={"type": "float", "num_bits": 4, "group_size": 32}),
+        "a scale in the format nvfp4-pack-quantized is of 16 columns",
+    ),
     (fp8(modules_to_convert=["embed_tokens"]), "modules_to_convert is ['embed_tokens']: that is not supported"),
     (fp8(rotation="hadamard"), "rotation is 'hadamard': not a known key, and it may change what weights are"),
     ({"quant_method": "fbgemm_fp8", "weight_block_size": [128, 128]}, "weight_block_size is [128, 128]: not a known"),

@@ -324,7 +324,8 @@ def _check_form(
     if entry.dtype.is_floating_point != floating:
         raise CheckpointError(
             f"{entry.file}: {entry.name} at byte {entry.offset} is {entry.dtype}, but the model's {name} is "
-            f"{'' if floating else 'not '}floating-point: quantized checkpoints are not supported yet"
+            f"{'' if floating else 'not '}floating-point: config.json does not say how weights are quantized "
+            "(quantization_config), or the file is damaged; download both again"
         )
 
 

@@ -19,13 +19,17 @@ from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.kernels.scaling import scale_columns_into
 from zinfer.offload.block import SlabLayout, SlabTensor
 from zinfer.weights import Checkpoint, TensorEntry
+from zinfer.weights.checkpoint import read_config
 from zinfer.weights.formats import Scheme, find_scheme
 from zinfer.weights.formats.gguf import EncodedTensor
 from zinfer.weights.formats.packing import GridToRows
-from zinfer.weights.formats.scheme import Encoding, least_cut
+from zinfer.weights.formats.scheme import PATH, Encoding, least_cut
 from zinfer.weights.header import parse_object
 from zinfer.weights.native import METHOD, StoreScheme
 from zinfer.weights.slab_matrix import SlabMatrix
+
+MODELOPT_NAME: Final = "hf_quant_config.json"
+"""Where nvidia-modelopt states what others state in config.json."""
 
 
 def find_stored_scheme(checkpoint: Checkpoint) -> Scheme | None:
@@ -37,9 +41,13 @@ def find_stored_scheme(checkpoint: Checkpoint) -> Scheme | None:
     if checkpoint.is_listed:
         return None
     config = parse_object(checkpoint.config_path.read_bytes(), lenient=True)
-    section = config.get("quantization_config")
+    section = config.get(PATH)
     if isinstance(section, dict) and section.get("quant_method") == METHOD:
         return StoreScheme.open(checkpoint.folder)
+    beside = checkpoint.folder / MODELOPT_NAME
+    if section is None and beside.is_file():
+        of_file = read_config(beside).get("quantization")
+        config |= {PATH: {"quant_method": "modelopt", **of_file} if isinstance(of_file, dict) else of_file}
     return find_scheme(config)
 
 

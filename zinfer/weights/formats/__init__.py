@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from zinfer.errors import CheckpointError
 from zinfer.weights.formats.awq import Awq
 from zinfer.weights.formats.compressed_tensors import CompressedTensors
-from zinfer.weights.formats.fp4 import Mxfp4
-from zinfer.weights.formats.fp8 import FbgemmFp8, Fp8
+from zinfer.weights.formats.fp4 import ModelOpt, Mxfp4
+from zinfer.weights.formats.fp8 import FbgemmFp8, Fp8, Mxfp8
 from zinfer.weights.formats.gptq import Gptq
 from zinfer.weights.formats.scheme import PATH, REMEDY, ForeignScheme, Scheme, refusal
 
@@ -26,6 +26,8 @@ _METHODS: Final[Mapping[str, type[ForeignScheme]]] = {
     "fp8": Fp8,
     "fbgemm_fp8": FbgemmFp8,
     "mxfp4": Mxfp4,
+    "mxfp8": Mxfp8,
+    "modelopt": ModelOpt,
 }
 
 

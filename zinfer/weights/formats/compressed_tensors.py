@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints: 4- and 8-bit integers, packed into words or one per byte, and e4m3 floats.
+"""compressed-tensors checkpoints: 4- and 8-bit integers, packed into words or one per byte; e4m3 and e2m1 floats.
 
 The fields are those of compressed-tensors 0.20 (quantization/quant_scheme.py: `QuantizationScheme`, quant_args.py:
 `QuantizationArgs`). A group of the config says how the weights of some modules are stored.
@@ -14,13 +14,18 @@ weight_zero_point: shaped like weight_scale, int8; with packed weights and more 
     also plus 8 or 128, int32 [rows / codes a word, groups] (int8, not packed, before version 0.9);
 weight_g_idx:  int32 [columns], the group of each column, for weights in activation order.
 
+Floats lie in slabs as they are stored (compressors/mxfp4, mxfp8 and nvfp4). E4M3: weight and weight_scale, in which the
+last blocks may be cut, or bytes of powers of two for 32 columns (mxfp8). E2M1: weight_packed uint8 [rows, columns / 2]
+and weight_scale [rows, columns / group size]: bytes of powers of two (mxfp4), or e4m3, which is divided by
+weight_global_scale (nvfp4).
+
 Activations and the KV cache stay in full precision, and their static scales are not read. Other changes of the
 computation (transforms) and sparse layouts are refused.
 """
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
@@ -33,10 +38,13 @@ from zinfer.weights.formats.packing import fill_codes, fill_order, fill_scales, 
 from zinfer.weights.formats.scheme import (
     FLOATS,
     INTEGERS,
+    MX_COLUMNS,
     PATH,
     REMEDY,
     Axis,
+    EncodedMatrix,
     Encoding,
+    Entry,
     ForeignScheme,
     Layout,
     Nothing,
@@ -44,6 +52,8 @@ from zinfer.weights.formats.scheme import (
     Section,
     Shapes,
     check_dtypes,
+    e2m1_in_groups,
+    e4m3_in_blocks,
     malformed,
     matrix_shape,
     unsupported,
@@ -56,6 +66,14 @@ _TYPES: Final = {
     "int-quantized": ("int",),
     "float-quantized": ("float",),
     "naive-quantized": ("int", "float"),
+    "mxfp8-quantized": ("float",),
+    "mxfp4-pack-quantized": ("float",),
+    "nvfp4-pack-quantized": ("float",),
+}
+_COLUMNS_OF_SCALE: Final = {
+    "mxfp8-quantized": MX_COLUMNS,
+    "mxfp4-pack-quantized": MX_COLUMNS,
+    "nvfp4-pack-quantized": 16,
 }
 _REORDERED: Final = ("group", "dynamic", "true")
 
@@ -68,14 +86,14 @@ class _Weights(Section):
     symmetric: bool = True
     group_size: int | None = None
     block_structure: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
-    strategy: Literal["tensor", "channel", "group", "block"] | None = None
+    strategy: Literal["tensor", "channel", "group", "tensor_group", "block"] | None = None
     actorder: Any = None
 
-    @field_validator("num_bits", "symmetric")
+    @field_validator("symmetric")
     @classmethod
-    def _check_floats(cls, value: int, info: ValidationInfo) -> int:
-        if info.data.get("type") == "float" and value not in (8, True):
-            raise unsupported("floating-point weights are read with 8 bits (e4m3) and without zero points")
+    def _check_floats(cls, value: bool, info: ValidationInfo) -> bool:
+        if info.data.get("type") == "float" and not value:
+            raise unsupported("floating-point weights are read without zero points")
         return value
 
     @field_validator("strategy")
@@ -83,7 +101,7 @@ class _Weights(Section):
     def _check_extent(cls, strategy: str | None, info: ValidationInfo) -> str:
         size = info.data.get("group_size")
         strategy = strategy or {None: "tensor", -1: "channel"}.get(size, "group")
-        if strategy == "group" and (size is None or size < 1):
+        if strategy in ("group", "tensor_group") and (size is None or size < 1):
             raise malformed(f"group_size is {size}, not a number of columns")
         if strategy == "block" and info.data.get("block_structure") is None:
             raise malformed("block_structure does not give the rows and columns of a block")
@@ -91,7 +109,7 @@ class _Weights(Section):
 
 
 class _Activations(Section):
-    dynamic: Literal[True, False] = False
+    dynamic: Literal[True, False, "local"] = False
 
 
 class WeightGroup(Section):
@@ -103,7 +121,15 @@ class WeightGroup(Section):
     """
 
     targets: list[str]
-    layout: Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"] = Field(alias="format")
+    layout: Literal[
+        "pack-quantized",
+        "int-quantized",
+        "float-quantized",
+        "naive-quantized",
+        "mxfp8-quantized",
+        "mxfp4-pack-quantized",
+        "nvfp4-pack-quantized",
+    ] = Field(alias="format")
     weights: _Weights
     input_activations: _Activations | None = None
     output_activations: Nothing = None
@@ -126,19 +152,37 @@ class WeightGroup(Section):
             raise unsupported(f"weights in the format {layout} are of type {_TYPES[layout][0]}")
         if layout == "pack-quantized" and weights.strategy == "block":
             raise unsupported("packed weights are read with a scale per tensor, channel or group")
+        if weights.type == "float" and weights.num_bits != (4 if str(layout).endswith("p4-pack-quantized") else 8):
+            raise unsupported(
+                f"floating-point weights of {weights.num_bits} bits are not stored in the format {layout}"
+            )
+        if weights.strategy == "tensor_group" and layout != "nvfp4-pack-quantized":
+            raise unsupported("a scale of scales is read in the format nvfp4-pack-quantized alone")
+        if layout in _COLUMNS_OF_SCALE and weights.group_size != _COLUMNS_OF_SCALE[layout]:
+            raise unsupported(f"a scale in the format {layout} is of {_COLUMNS_OF_SCALE[layout]} columns")
         return weights
 
     @property
     def format(self) -> QuantFormat:
-        """The format of the weights; ``group_rows`` and ``group_size`` are the rows and columns of a scale."""
+        """The format of weights that are integers; its groups are the rows and columns of a scale."""
+        rows, columns = self.block
+        return QuantFormat(self.weights.num_bits, columns, self.weights.symmetric, group_rows=rows)
+
+    @property
+    def block(self) -> tuple[int | None, int | None]:
+        """Rows and columns that share a scale; None: all of them."""
         weights = self.weights
-        rows, columns = (None if weights.strategy == "tensor" else 1), None
-        if weights.strategy == "group":
-            columns = weights.group_size
-        elif weights.strategy == "block":
+        if weights.strategy == "block":
             assert weights.block_structure is not None
-            rows, columns = weights.block_structure
-        return QuantFormat(weights.num_bits, columns, weights.symmetric, weights.type == "float", rows)
+            return weights.block_structure[0], weights.block_structure[1]
+        return None if weights.strategy == "tensor" else 1, weights.group_size if "group" in str(
+            weights.strategy
+        ) else None
+
+    @property
+    def is_float(self) -> bool:
+        """Whether slabs hold the weights as they are stored."""
+        return self.weights.type == "float"
 
     @property
     def packed(self) -> bool:
@@ -153,6 +197,9 @@ class WeightGroup(Section):
     @property
     def required(self) -> tuple[str, ...]:
         """The parts that each module of the group must have."""
+        if self.is_float:
+            packed = "weight_packed" if self.weights.num_bits == 4 else "weight"
+            return packed, "weight_scale", *(("weight_global_scale",) if self.layout == "nvfp4-pack-quantized" else ())
         weight = ("weight_packed", "weight_shape") if self.packed else ("weight",)
         zeros = () if self.format.symmetric else ("weight_zero_point",)
         return (*weight, "weight_scale", *zeros, *(("weight_g_idx",) if self.reordered else ()))
@@ -176,6 +223,7 @@ class CompressedTensors(ForeignScheme, Encoding):
     marks = ("weight_packed", "weight_scale")
     set_aside_parts = (
         "input_scale",
+        "input_global_scale",
         "input_zero_point",
         "q_scale",
         "k_scale",
@@ -220,8 +268,23 @@ class CompressedTensors(ForeignScheme, Encoding):
     def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
         return self._group(module).required, ()
 
+    def matrix(self, parameter: str, parts: Mapping[str, Entry]) -> EncodedMatrix[Entry]:
+        group = self._group(parameter.removesuffix(".weight"))
+        if not group.is_float:
+            return super().matrix(parameter, parts)
+        codes, *scales = group.required
+        names = dict(zip(("codes", "scales", "outer_scales"), (codes, *scales), strict=False))
+        of_scales: Collection[torch.dtype] = FLOATS
+        if group.layout in _COLUMNS_OF_SCALE:
+            of_scales = (torch.float8_e4m3fn,) if len(scales) == 2 else (torch.uint8, torch.float8_e8m0fnu)
+        of_codes = torch.uint8 if group.weights.num_bits == 4 else torch.float8_e4m3fn
+        dtypes = {"codes": (of_codes,), "scales": of_scales, "outer_scales": (torch.float32,)}
+        return self.in_place(parameter, parts, names, dtypes)
+
     def layout(self, parameter: str, shapes: Shapes) -> Layout:
         group = self._group(parameter.removesuffix(".weight"))
+        if group.is_float:
+            return _layout_of_floats(parameter, shapes, group)
         format = group.format
         if group.reordered and format.group_size is not None:
             format = replace(format, orders_columns=True)
@@ -267,8 +330,6 @@ class CompressedTensors(ForeignScheme, Encoding):
         fill_scales(target, _per_row(parts["weight_scale"], target), "weight_scale")
         if "weight_packed" in parts:
             fill_words(target, parts["weight_packed"])
-        elif target.format.is_float:
-            fill_codes(target, parts["weight"].view(torch.uint8))
         else:
             fill_codes(target, _unsigned(parts["weight"], target.format.bits, "weight"))
 
@@ -291,6 +352,23 @@ class CompressedTensors(ForeignScheme, Encoding):
         return found
 
 
+def _layout_of_floats(parameter: str, shapes: Shapes, group: WeightGroup) -> Layout:
+    codes = group.required[0]
+    rows, stored = matrix_shape(parameter, codes, shapes)
+    columns, (block_rows, size) = stored if group.weights.num_bits == 8 else 2 * stored, group.block
+    grid = 1 if block_rows is None else -(-rows // block_rows), 1 if size is None else -(-columns // size)
+    expected: dict[str, list[tuple[int, ...]]] = {
+        codes: [(rows, stored)],
+        "weight_scale": [grid, *([(1,), ()] if grid == (1, 1) else []), *([(rows,)] if grid == (rows, 1) else [])],
+        "weight_global_scale": [(1,), (), (1, 1)],
+    }
+    if group.weights.num_bits == 8:
+        return e4m3_in_blocks(rows, columns, group.block), rows, columns, expected
+    assert size is not None, "the layouts of e2m1 have groups"
+    outer: Literal["over"] | None = "over" if group.layout == "nvfp4-pack-quantized" else None
+    return e2m1_in_groups(size, outer), rows, columns, expected
+
+
 def _extent(parameter: str, shapes: Shapes, group: WeightGroup) -> tuple[int, int]:
     """Return rows and columns; for packed rows with one scale each, all columns that fit their words."""
     if not group.packed:
@@ -310,7 +388,7 @@ def _check_parts(target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> 
     dtypes = {
         "weight_packed": (torch.int32,),
         "weight_shape": INTEGERS,
-        "weight": (torch.float8_e4m3fn,) if target.format.is_float else (torch.int8,),
+        "weight": (torch.int8,),
         "weight_scale": FLOATS,
         "weight_zero_point": (torch.int32, torch.int8) if "weight_packed" in parts else (torch.int8,),
         "weight_g_idx": INTEGERS,

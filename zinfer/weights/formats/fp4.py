@@ -1,29 +1,45 @@
-"""Checkpoints of E2M1 floats in pairs: MXFP4 as gpt-oss is published.
+"""MXFP4 as gpt-oss is published, and what nvidia-modelopt writes: FP8 and NVFP4.
+
+E2M1 codes lie in pairs. `mxfp4`:
 
 X_blocks: uint8 [..., rows, columns / 32, 16], two codes a byte, that of the even column in the low half;
 X_scales: uint8 [..., rows, columns / 32]; a value is code * 2 ** (scale - 127).
 
 ``X`` is a parameter of stacked experts, and its rows are output channels, whatever way transformers' module holds them
 (integrations/mxfp4.py: `convert_moe_packed_tensors`, which transposes what it dequantizes).
+
+`modelopt` (modelopt/torch/export/quant_utils.py: `to_quantized_weight`), whose section may also be in
+hf_quant_config.json; the tensors tell which of the two a module is:
+
+weight: uint8 [rows, columns / 2]; weight_scale: e4m3 [rows, columns / 16]; weight_scale_2: float32 [];
+    a value is code * weight_scale * weight_scale_2;
+weight: float8_e4m3fn [rows, columns]; weight_scale: one, a row's, a block's of 128 x 128, or bytes of powers of two for
+    32 columns.
+
+Static scales of activations and of the KV cache are not read.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from pydantic import ConfigDict
 
-from zinfer.kernels.quantized import QuantFormat
-from zinfer.weights.formats.scheme import Layout, PublishedScheme, Shapes, contradiction
+from zinfer.weights.formats.scheme import (
+    FLOATS,
+    MX_COLUMNS,
+    Layout,
+    PublishedScheme,
+    Shapes,
+    contradiction,
+    e2m1_in_groups,
+    e4m3_in_blocks,
+    matrix_shape,
+)
 
-MX_COLUMNS: Final = 32
-"""Columns that share a scale in the OCP's microscaling formats."""
-
-
-def e2m1_in_groups(size: int) -> QuantFormat:
-    """Return the format of E2M1 codes with a scale for so many columns of a row."""
-    return QuantFormat(4, size, is_float=True, in_grid=True)
+_NV_COLUMNS: Final = 16
+_BLOCK: Final = 128
 
 
 class Mxfp4(PublishedScheme):
@@ -51,7 +67,7 @@ class Mxfp4(PublishedScheme):
     def places(self, parameter: str, parts: Collection[str]) -> Mapping[str, str]:
         return {"codes": "blocks", "scales": "scales"}
 
-    def dtypes(self, parameter: str) -> Mapping[str, Collection[torch.dtype]]:
+    def dtypes(self, parameter: str, parts: Collection[str]) -> Mapping[str, Collection[torch.dtype]]:
         return {"codes": (torch.uint8,), "scales": (torch.uint8, torch.float8_e8m0fnu)}
 
     def layout(self, parameter: str, shapes: Shapes) -> Layout:
@@ -60,3 +76,49 @@ class Mxfp4(PublishedScheme):
             raise contradiction(parameter, "blocks", blocks, f"blocks of {MX_COLUMNS // 2} bytes")
         rows, columns = prod(blocks[:-2]), blocks[-2] * MX_COLUMNS
         return e2m1_in_groups(MX_COLUMNS), rows, columns, {"blocks": [blocks], "scales": [blocks[:-1]]}
+
+
+class ModelOpt(PublishedScheme):
+    """Weights that nvidia-modelopt exported; modules without scales are in full precision."""
+
+    marks = ("weight_scale",)
+    set_aside_parts = ("input_scale", "k_scale", "v_scale", "k_bmm_scale", "v_bmm_scale")
+
+    quant_algo: Literal[
+        "fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "mxfp8", "nvfp4", "w4a16_nvfp4", "mixed_precision"
+    ]
+
+    def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
+        return ("weight", "weight_scale"), ("weight_scale_2",)
+
+    def places(self, parameter: str, parts: Collection[str]) -> Mapping[str, str]:
+        outer = {"outer_scales": "weight_scale_2"} if "weight_scale_2" in parts else {}
+        return {"codes": "weight", "scales": "weight_scale", **outer}
+
+    def dtypes(self, parameter: str, parts: Collection[str]) -> Mapping[str, Collection[torch.dtype]]:
+        if "weight_scale_2" in parts:
+            one = (torch.float32,)
+            return {"codes": (torch.uint8,), "scales": (torch.float8_e4m3fn,), "outer_scales": one}
+        return {"codes": (torch.float8_e4m3fn,), "scales": (*FLOATS, torch.uint8, torch.float8_e8m0fnu)}
+
+    def layout(self, parameter: str, shapes: Shapes) -> Layout:
+        rows, stored = matrix_shape(parameter, "weight", shapes)
+        if "weight_scale_2" in shapes:
+            columns = 2 * stored
+            groups: dict[str, list[tuple[int, ...]]] = {
+                "weight": [(rows, stored)],
+                "weight_scale": [(rows, -(-columns // _NV_COLUMNS))],
+                "weight_scale_2": [(), (1,)],
+            }
+            return e2m1_in_groups(_NV_COLUMNS, "times"), rows, columns, groups
+        blocks = -(-rows // _BLOCK), -(-stored // _BLOCK)
+        ways: list[tuple[tuple[int | None, int | None], list[tuple[int, ...]]]] = [
+            ((None, None), [(), (1,), (1, 1)]),
+            ((1, None), [(rows,), (rows, 1)]),
+            ((_BLOCK, _BLOCK), [blocks, (blocks[0], 1, blocks[1], 1)]),
+            ((1, MX_COLUMNS), [(rows, -(-stored // MX_COLUMNS))]),
+        ]
+        block = next((block for block, known in ways if shapes["weight_scale"] in known), (None, None))
+        weight: list[tuple[int, ...]] = [(rows, stored)]
+        expected = {"weight": weight, "weight_scale": [shape for _, known in ways for shape in known]}
+        return e4m3_in_blocks(rows, stored, block), rows, stored, expected

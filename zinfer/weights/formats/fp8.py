@@ -1,4 +1,4 @@
-"""FP8 checkpoints, `fp8` and `fbgemm_fp8`: e4m3 floats with a scale for each block, row or tensor.
+"""FP8 checkpoints, `fp8`, `mxfp8` and `fbgemm_fp8`: e4m3 floats with a scale for each block, row or tensor.
 
 For a linear layer of ``rows`` outputs and ``columns`` inputs (transformers 5.23, integrations/finegrained_fp8.py:
 `FP8Linear`, `_dequantize_fp8_weight`; integrations/fbgemm_fp8.py: `FbgemmFp8Linear`):
@@ -6,6 +6,9 @@ For a linear layer of ``rows`` outputs and ``columns`` inputs (transformers 5.23
 weight: float8_e4m3fn [rows, columns];
 weight_scale_inv: [ceil(rows / block rows), ceil(columns / block columns)], of which the last blocks may be cut; or one
     scale, or [rows, 1]. fp32, bf16, fp16, or powers of two (e8m0). A value is weight * scale, in spite of the name.
+
+``mxfp8`` has blocks of 1 row and 32 columns. With ``expert_dtype`` fp4 (DeepSeek-V4) matrices of experts are E2M1: int8
+[rows, columns / 2], the even column in the low half, with a power of two for 32 columns.
 
 Other writers name the scales weight_scale, scale or qscale_weight. Static scales of activations and of the KV cache are
 not read: both stay in full precision.
@@ -20,10 +23,12 @@ from pydantic import ConfigDict, Field, PositiveInt
 from zinfer.errors import CheckpointError
 from zinfer.weights.formats.scheme import (
     FLOATS,
+    MX_COLUMNS,
     Layout,
     Nothing,
     PublishedScheme,
     Shapes,
+    e2m1_in_groups,
     e4m3_in_blocks,
     matrix_shape,
 )
@@ -66,12 +71,20 @@ class _E4m3(PublishedScheme):
             raise CheckpointError(f"{module} has both {part} and {more[0]}: remove one of them")
         return {"codes": "weight", "scales": part}
 
-    def dtypes(self, parameter: str) -> Mapping[str, Collection[torch.dtype]]:
+    def dtypes(self, parameter: str, parts: Collection[str]) -> Mapping[str, Collection[torch.dtype]]:
+        if self._is_e2m1(parameter):
+            return {"codes": (torch.int8, torch.uint8), "scales": (torch.uint8, torch.float8_e8m0fnu)}
         return {"codes": (torch.float8_e4m3fn,), "scales": self._scale_dtypes}
+
+    def _is_e2m1(self, parameter: str) -> bool:
+        return False
 
     def layout(self, parameter: str, shapes: Shapes) -> Layout:
         rows, columns = matrix_shape(parameter, "weight", shapes)
         part = self.places(parameter, shapes)["scales"]
+        if self._is_e2m1(parameter):
+            groups = (rows, -(-2 * columns // MX_COLUMNS))
+            return e2m1_in_groups(MX_COLUMNS), rows, 2 * columns, {"weight": [(rows, columns)], part: [groups]}
         found, expected = shapes[part], list(_ONE)
         if self._block is not None:
             expected.insert(0, (-(-rows // self._block[0]), -(-columns // self._block[1])))
@@ -94,7 +107,7 @@ class Fp8(_E4m3):
     weight_block_size: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] | None = None
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
     scale_fmt: Literal["float", "ue8m0"] = "float"
-    expert_dtype: Literal["fp8"] = "fp8"
+    expert_dtype: Literal["fp8", "fp4"] = "fp8"
     modules_to_convert: Nothing = None
     ignored_layers: Any = None
     kv_cache_scheme: Any = None
@@ -108,6 +121,9 @@ class Fp8(_E4m3):
     def _scales_rows(self) -> bool:
         return self.weight_block_size is None
 
+    def _is_e2m1(self, parameter: str) -> bool:
+        return self.expert_dtype == "fp4" and ".experts." in parameter
+
     @property
     def _scale_dtypes(self) -> Collection[torch.dtype]:
         return (*FLOATS, torch.float8_e8m0fnu, *((torch.uint8,) if self.scale_fmt == "ue8m0" else ()))
@@ -116,6 +132,21 @@ class Fp8(_E4m3):
         held = set(names)
         others = {name for name in held if name.endswith(".scale") and f"{name[: -len('scale')]}weight" not in held}
         return super().stored(held - others)
+
+
+class Mxfp8(Fp8):
+    """Weights with a power of two for 32 columns of a row, as the OCP's microscaling formats have it."""
+
+    weight_block_size: Annotated[tuple[Literal[1], Literal[32]], Field(strict=False)] | None = None
+    scale_fmt: Literal["ue8m0"] = "ue8m0"
+
+    @property
+    def _block(self) -> tuple[int, int]:
+        return 1, MX_COLUMNS
+
+    @property
+    def _scales_rows(self) -> bool:
+        return False
 
 
 class FbgemmFp8(_E4m3):

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Generic, Protocol, Self, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, cast
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
@@ -336,6 +336,26 @@ class ForeignScheme(Section, Scheme):
         assert isinstance(self, Encoding), "a scheme whose parts are not converted places them"
         return EncodedMatrix(format, rows, columns, self, parts)
 
+    def in_place(
+        self,
+        parameter: str,
+        parts: Mapping[str, Entry],
+        names: Mapping[str, str],
+        dtypes: Mapping[str, Collection[torch.dtype]],
+    ) -> EncodedMatrix[Entry]:
+        """Return a parameter whose parts lie in slabs just as they are published.
+
+        Args:
+            names: the published name of each part of a `QuantizedMatrix`.
+            dtypes: that each of those parts may have; scales of bytes are powers of two.
+
+        Raises:
+            CheckpointError: as `matrix`.
+        """
+        format, rows, columns = self.format_of(parameter, {part: entry.shape for part, entry in parts.items()})
+        check_dtypes(parts, {name: dtypes[part] for part, name in names.items()}, parameter.removesuffix(".weight"))
+        return _placed(format, rows, columns, {part: parts[name] for part, name in names.items()})
+
     def format_of(self, parameter: str, shapes: Shapes) -> tuple[QuantFormat, int, int]:
         """Return the format, rows and columns of a parameter. Raises CheckpointError as `matrix`, for shapes."""
         format, rows, columns, expected = self.layout(parameter, shapes)
@@ -360,18 +380,14 @@ class PublishedScheme(ForeignScheme):
         """Return the published name of each part of a `QuantizedMatrix`, of a parameter with these parts."""
 
     @abstractmethod
-    def dtypes(self, parameter: str) -> Mapping[str, Collection[torch.dtype]]:
+    def dtypes(self, parameter: str, parts: Collection[str]) -> Mapping[str, Collection[torch.dtype]]:
         """Return the dtypes that each of those parts may have; scales of bytes are powers of two."""
 
     def matrix(self, parameter: str, parts: Mapping[str, Entry]) -> EncodedMatrix[Entry]:
-        format, rows, columns = self.format_of(parameter, {part: entry.shape for part, entry in parts.items()})
-        names = self.places(parameter, parts)
-        dtypes = self.dtypes(parameter)
-        check_dtypes(parts, {name: dtypes[part] for part, name in names.items()}, parameter.removesuffix(".weight"))
-        return placed_matrix(format, rows, columns, {part: parts[name] for part, name in names.items()})
+        return self.in_place(parameter, parts, self.places(parameter, parts), self.dtypes(parameter, parts))
 
 
-def placed_matrix(format: QuantFormat, rows: int, columns: int, parts: Mapping[str, Entry]) -> EncodedMatrix[Entry]:
+def _placed(format: QuantFormat, rows: int, columns: int, parts: Mapping[str, Entry]) -> EncodedMatrix[Entry]:
     """Return a matrix whose published parts are seen as those of a `QuantizedMatrix`, byte for byte.
 
     Args:
@@ -396,6 +412,15 @@ def e4m3_in_blocks(rows: int, columns: int, block: tuple[int | None, int | None]
         group_rows=block_rows if block_rows is not None and block_rows <= rows else None,
         in_grid=True,
     )
+
+
+MX_COLUMNS: Final = 32
+"""Columns that share a scale in the OCP's microscaling formats."""
+
+
+def e2m1_in_groups(size: int, outer: Literal["times", "over"] | None = None) -> QuantFormat:
+    """Return the format of E2M1 codes with a scale for so many columns of a row, and perhaps a second level of them."""
+    return QuantFormat(4, size, is_float=True, in_grid=True, outer=outer)
 
 
 def group_of(size: int | None, columns: int) -> int | None:
