@@ -11,22 +11,25 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import kernel_parts
+from zinfer.kernels.dequantize import kernel_parts, scale_kind
 from zinfer.kernels.launching import device_function, dot, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.tiles import Cut, FusedTiles, most_columns, tiles_for
-from zinfer.kernels.widening import widen_bytes, widen_nibbles
+from zinfer.kernels.widening import scale_values, widen_bytes, widen_nibbles
 
 _LEAST_BLOCK: Final = 16  # columns of one tensor core instruction
 _REDUCE_BLOCK: Final = 1024
 
 
 def can_fuse(matrix: QuantizedMatrix) -> bool:
-    """Return whether the kernel supports the matrix: half precision, one group per row or groups that steps divide."""
+    """Return whether the kernel supports the matrix: half precision, one group per row or groups that steps divide.
+
+    Codes are whole numbers or e4m3, scales of any type, of rows or of blocks in a grid.
+    """
     assert not matrix.format.in_fragments, "`fragment_linear` has a kernel of its own"
     return (
         matrix.dtype in (torch.float16, torch.bfloat16)
-        and matrix.format.has_plain_scales
+        and matrix.format.outer is None
         and (matrix.format.bits == 8 or not matrix.format.is_float)
         and most_columns(matrix) * matrix.format.bits // 8 >= _LEAST_BLOCK
     )
@@ -65,6 +68,8 @@ def fused_linear(
                 cut.steps,
                 FOUR_BITS=matrix.format.bits == 4,
                 IS_FLOAT=matrix.format.is_float,
+                SCALES=scale_kind(matrix.format),
+                GROUP_ROWS=matrix.format.group_rows or 0 if matrix.format.in_grid else 1,
                 IS_BFLOAT=x.dtype == torch.bfloat16,
                 ONE_GROUP=matrix.scales.shape[1] == 1,
                 STEPS_PER_GROUP=cut.steps_per_group,
@@ -74,11 +79,17 @@ def fused_linear(
                 UNROLL=tiles.unroll,
                 **tiles.options,
             )
-            if is_split:
-                _sum_kernel[(triton.cdiv(out.numel(), _REDUCE_BLOCK),)](
-                    sums, bias, out, out.numel(), matrix.rows, PARTS=cut.num_parts, BLOCK=_REDUCE_BLOCK
-                )
+        if is_split:
+            add_parts(sums, bias, out)
     return out.view(*x.shape[:-1], matrix.rows)
+
+
+def add_parts(sums: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Fill ``out`` [tokens, rows] with the sum of ``sums`` [parts, tokens, rows] (float32), first to last, and bias."""
+    with on_device(out):
+        _sum_kernel[(triton.cdiv(out.numel(), _REDUCE_BLOCK),)](
+            sums, bias, out, out.numel(), out.shape[1], PARTS=len(sums), BLOCK=_REDUCE_BLOCK
+        )
 
 
 def _pairs(x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +135,8 @@ def _multiply(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["tokens", "rows", "steps"])
 def _fused_kernel(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, tokens, rows, width, groups, steps,
-    FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr, IS_BFLOAT: tl.constexpr, ONE_GROUP: tl.constexpr,
+    FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr, SCALES: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    IS_BFLOAT: tl.constexpr, ONE_GROUP: tl.constexpr,
     STEPS_PER_GROUP: tl.constexpr, EVEN: tl.constexpr, WEIGHTS_LEFT: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +152,7 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(1) * steps
     last = tl.minimum(first + steps, tl.cdiv(width, BLOCK))
     # The scales of a step are loaded one step ahead, since no asynchronous copy loads them early.
-    scale_ptrs = scales_ptr + stored_row * groups
+    scale_ptrs = scales_ptr + (stored_row // GROUP_ROWS if GROUP_ROWS else stored_row * 0) * groups
     group = 0 if ONE_GROUP else first // STEPS_PER_GROUP
     scale = tl.load(scale_ptrs + group)
     zero = scale  # of no use without zeros
@@ -167,12 +179,12 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
             next_scale = tl.load(scale_ptrs + next_group)
             next_zero = tl.load(zero_ptrs + next_group) if HAS_ZERO else next_scale
             product = _multiply(x, codes, zero, none, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT)
-            sums += product * (scale[:, None] if WEIGHTS_LEFT else scale[None, :]).to(tl.float32)
+            sums += product * scale_values(scale[:, None] if WEIGHTS_LEFT else scale[None, :], SCALES)
             scale, zero = next_scale, next_zero
     if WEIGHTS_LEFT:
         sums = tl.trans(sums)
     if ONE_GROUP:
-        sums *= scale[None, :].to(tl.float32)
+        sums *= scale_values(scale[None, :], SCALES)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + stored_row)[None, :].to(tl.float32)
     places = (tl.program_id(1).to(tl.int64) * tokens + token[:, None]) * rows + row[None, :]

@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.launching import device_function, dot
-from zinfer.kernels.widening import widen_bytes, widen_nibbles, widen_words
+from zinfer.kernels.widening import scale_values, widen_bytes, widen_nibbles, widen_words
 
 
 @device_function
-def _find_tile(ends_ptr, order_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+def find_tile(ends_ptr, order_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the expert of a tile of tokens, its pairs, and a mask of valid ones; no expert past the last tile."""
     number = tl.arange(0, EXPERTS)
     end = tl.load(ends_ptr + number, mask=number < experts, other=0)
@@ -70,13 +70,17 @@ def _find_fragments(stored_ptr, line, unit, expert, rows, width, groups):  # typ
 
 
 @device_function
-def _find_rows(stored_ptr, line, unit, expert, rows, expert_stride, stride, groups, TRANSPOSED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _find_rows(  # type: ignore[no-untyped-def]
+    stored_ptr, line, unit, expert, rows, expert_stride, stride, groups,
+    TRANSPOSED: tl.constexpr, GROUP_ROWS: tl.constexpr,
+):  # fmt: skip
     """As `_find_fragments`, for rows or columns in plain order."""
     # Contiguous rows are masked, not clamped: clamped addresses would not be loaded 16 bytes at a time.
     stored_row = line.to(tl.int64) if TRANSPOSED else tl.minimum(line, rows - 1).to(tl.int64)
     line_ptrs = stored_ptr + expert.to(tl.int64) * expert_stride + stored_row * (1 if TRANSPOSED else stride)
     unit_places = unit * (stride if TRANSPOSED else 1)
-    return line, line_ptrs[:, None] + unit_places[None, :], (expert.to(tl.int64) * rows + stored_row) * groups
+    row = expert.to(tl.int64) * rows + stored_row
+    return line, line_ptrs[:, None] + unit_places[None, :], (row // GROUP_ROWS if GROUP_ROWS else row * 0) * groups
 
 
 @device_function
@@ -101,7 +105,7 @@ def _load_step(  # type: ignore[no-untyped-def]
 
 
 @device_function
-def _store(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows):  # type: ignore[no-untyped-def]
+def store_tile(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows):  # type: ignore[no-untyped-def]
     """Write sums [rows, tokens] of some rows of an expert to their pairs' rows of the result."""
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert.to(tl.int64) * rows + row, mask=row < rows, other=0)
@@ -116,7 +120,8 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     x_ptr, stored_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, order_ptr, ends_ptr,
     share, experts, token_tiles, rows, width, expert_stride, stride, groups, part,
     FORM: tl.constexpr, IS_FLOAT: tl.constexpr, IS_BFLOAT: tl.constexpr, ONE_GROUP: tl.constexpr,
-    STEPS_PER_GROUP: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, EXPERTS: tl.constexpr,
+    SCALES: tl.constexpr, GROUP_ROWS: tl.constexpr, STEPS_PER_GROUP: tl.constexpr, EVEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of one expert's tokens and of rows of its matrix; tiles of the same rows run concurrently.
@@ -127,7 +132,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     LINES: tl.constexpr = BLOCK_ROWS // 2 if FRAGMENTS else BLOCK_ROWS
     HAS_SCALE: tl.constexpr = scales_ptr is not None
     HAS_ZERO: tl.constexpr = zeros_ptr is not None
-    expert, pair, inside = _find_tile(
+    expert, pair, inside = find_tile(
         ends_ptr, order_ptr, tl.program_id(0) % token_tiles, experts, EXPERTS, BLOCK_TOKENS
     )
     if expert >= experts:
@@ -139,7 +144,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
         step_places = BLOCK * 32
     else:
         row, stored_ptrs, scale_place = _find_rows(
-            stored_ptr, line, unit, expert, rows, expert_stride, stride, groups, TRANSPOSED
+            stored_ptr, line, unit, expert, rows, expert_stride, stride, groups, TRANSPOSED, GROUP_ROWS
         )
         step_places = BLOCK * (stride if TRANSPOSED else 1)
     x_ptrs = x_ptr + (pair // share)[:, None].to(tl.int64) * width + unit[None, :]
@@ -167,9 +172,9 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
             # Codes are multiplied from registers. A product that adds to the previous one may still run when the next
             # codes overwrite them: sums were wrong on a GPU, in tiles of 128 tokens. Scaled products are waited for.
             product, high = _multiply(parts, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO)
-            sums += product * scale[:, None].to(tl.float32)
+            sums += product * scale_values(scale[:, None], SCALES)
             if FRAGMENTS:
-                high_sums += high * high_scale[:, None].to(tl.float32)
+                high_sums += high * scale_values(high_scale[:, None], SCALES)
             if not ONE_GROUP:
                 # The scales of a step are loaded one step ahead, since no asynchronous copy loads them early.
                 group = tl.minimum((step + 1) // STEPS_PER_GROUP, groups - 1)
@@ -180,10 +185,10 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
                     zero = tl.load(zeros_ptr + next_place)
                 scale = tl.load(scales_ptr + next_place)
     if FORM == "words" and ONE_GROUP:
-        sums *= scale[:, None].to(tl.float32)
-    _store(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows)
+        sums *= scale_values(scale[:, None], SCALES)
+    store_tile(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows)
     if FRAGMENTS:
-        _store(out_ptr, bias_ptr, high_sums, expert, pair, inside, row + 8, rows)
+        store_tile(out_ptr, bias_ptr, high_sums, expert, pair, inside, row + 8, rows)
 
 
 @triton.jit(do_not_specialize=["share", "first", "experts"])
@@ -227,4 +232,4 @@ def decoded_kernel(  # type: ignore[no-untyped-def]
                 weights = tl.load(weight_ptrs + step * BLOCK, mask=there, other=0)
                 x = tl.load(x_ptrs + step * BLOCK, mask=inside[:, None] & there, other=0)
             sums = _accumulate(weights, x, sums)
-        _store(out_ptr, bias_ptr, sums, first + expert, pair, inside, row, rows)
+        store_tile(out_ptr, bias_ptr, sums, first + expert, pair, inside, row, rows)

@@ -9,7 +9,8 @@ If there are no more pairs than experts, few pairs share an expert: with codes i
 its own matrix (`fragment_linear.chosen_linear`), unsorted. On an H200 that takes 0.2 to 0.9 of the time.
 
 Weights are full, [experts, rows, columns] with contiguous rows or columns; or quantized: then unscaled codes are
-multiplied and the sum over each group is scaled (`fused_linear`). Sums are added in a fixed order, in float32.
+multiplied and the sum over each group is scaled (`fused_linear`), or codes of small groups are scaled before
+(`scaled_linear`). Sums are added in a fixed order, in float32.
 
 With many tokens an expert, widening each matrix again for each tile of tokens costs more than writing it once: then
 some experts at a time are dequantized, as many as fit in `MAX_DECODED_BYTES`, and multiplied in full.
@@ -25,7 +26,14 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import dequantize, dequantize_kernel, dequantize_ref, has_kernels, kernel_parts
+from zinfer.kernels.dequantize import (
+    dequantize,
+    dequantize_kernel,
+    dequantize_ref,
+    has_kernels,
+    kernel_parts,
+    scale_kind,
+)
 from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.fragment_linear import can_multiply, chosen_linear, most_pairs
 from zinfer.kernels.grouped_kernel import decoded_kernel, grouped_kernel
@@ -42,6 +50,7 @@ from zinfer.kernels.grouped_tiles import (
 from zinfer.kernels.launching import on_device
 from zinfer.kernels.marlin_layout import columns_in_fragments
 from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.kernels.scaled_linear import can_scale, scaled_experts
 
 FEWEST_DECODED_TOKENS: Final = 384
 """Tokens an expert, on average, from which on its matrix is dequantized first.
@@ -55,6 +64,7 @@ ExpertWeights: TypeAlias = torch.Tensor | QuantizedMatrix
 """[experts, rows, columns], or a quantized matrix of all experts' rows, stacked."""
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+_COLUMNS_OF_UNIT: Final = {"fragments": 1, "bytes": 1, "nibbles": 2, "words": 4}
 _BLOCK: Final = 1024  # fours of columns
 _WARPS: Final = 4
 
@@ -66,7 +76,8 @@ def can_group(weight: ExpertWeights) -> bool:
     if weight.codes.device.type == "cpu":
         return True
     has_own_columns = weight.column_scales is not None or weight.column_order is not None
-    return has_kernels(weight) and weight.dtype in _DTYPES and not has_own_columns and can_step(weight)
+    is_supported = can_scale(weight) or (weight.dtype in _DTYPES and can_step(weight))
+    return has_kernels(weight) and not has_own_columns and is_supported
 
 
 def grouped_linear(
@@ -86,6 +97,8 @@ def grouped_linear(
         return grouped_linear_ref(x, weight, groups, bias)
     if isinstance(weight, QuantizedMatrix) and decodes(weight, groups):
         return decoded_linear(x, weight, groups, bias)
+    if isinstance(weight, QuantizedMatrix) and can_scale(weight):
+        return scaled_experts(x, weight, groups, bias)
     if isinstance(weight, QuantizedMatrix) and can_multiply(weight):
         rows = _rows(weight, groups)
         if groups.num_pairs <= min(groups.num_experts, most_pairs(rows)):
@@ -194,7 +207,13 @@ def grouped_linear_kernel(
         form, block = "full", tiles.block_columns
         transposed = weight.stride(1) == 1 and weight.stride(2) != 1
         stored = weight if transposed or weight.stride(2) == 1 else weight.contiguous()
-    num_groups = 1 if scales is None else scales.shape[1]
+    num_groups, steps_per_group = 1 if scales is None else scales.shape[1], 1
+    scale_kinds = {"SCALES": "float", "GROUP_ROWS": 1}
+    if isinstance(weight, QuantizedMatrix):
+        format = weight.format
+        scale_kinds = {"SCALES": scale_kind(format), "GROUP_ROWS": format.group_rows or 0 if format.in_grid else 1}
+        if num_groups > 1 and format.group_size is not None:
+            steps_per_group = format.group_size // (_COLUMNS_OF_UNIT[form] * block)
     lines = _in_order(x, form)
     width = lines.shape[-1]
     with on_device(x):
@@ -220,11 +239,12 @@ def grouped_linear_kernel(
             IS_FLOAT=is_float,
             IS_BFLOAT=x.dtype == torch.bfloat16,
             ONE_GROUP=num_groups == 1,
-            STEPS_PER_GROUP=1 if num_groups == 1 else width // num_groups // block,
+            STEPS_PER_GROUP=steps_per_group,
             EVEN=width % block == 0,
             TRANSPOSED=transposed,
             EXPERTS=triton.next_power_of_2(groups.num_experts),
             BLOCK=block,
+            **scale_kinds,
             **tiles.options,
         )
     return out

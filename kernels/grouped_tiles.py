@@ -133,4 +133,4 @@ def step_units(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:
 def can_step(matrix: QuantizedMatrix) -> bool:
     """Return whether steps that tensor cores support divide the groups of a row, if it has several."""
     is_float4 = matrix.format.bits == 4 and matrix.format.is_float
-    return matrix.format.has_plain_scales and not is_float4 and step_units(matrix, _FEW_BYTES) >= _LEAST_STEP
+    return matrix.format.outer is None and not is_float4 and step_units(matrix, _FEW_BYTES) >= _LEAST_STEP

@@ -13,6 +13,7 @@ from zinfer.kernels.dequantize import dequantize, has_kernels
 from zinfer.kernels.fragment_linear import can_multiply, fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.quantized import MOST_FUSED_TOKENS, QuantizedMatrix
+from zinfer.kernels.scaled_linear import can_scale, scaled_linear
 
 MOST_FRAGMENT_TOKENS: Final = 96
 """The most tokens for the kernel in fragment order: six tiles of 16, which take less time than dequantizing."""
@@ -35,7 +36,9 @@ def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tenso
     x, matrix = with_plain_matrix(x, matrix)
     tokens = x.numel() // max(matrix.columns, 1)
     if is_fused(matrix, tokens):
-        return fragment_linear(x, matrix, bias) if matrix.format.in_fragments else fused_linear(x, matrix, bias)
+        if matrix.format.in_fragments:
+            return fragment_linear(x, matrix, bias)
+        return scaled_linear(x, matrix, bias) if can_scale(matrix) else fused_linear(x, matrix, bias)
     return functional.linear(x, dequantize(matrix), bias)
 
 
@@ -43,7 +46,7 @@ def is_fused(matrix: QuantizedMatrix, tokens: int) -> bool:
     """Return whether this many tokens are multiplied with the codes, without dequantizing the matrix."""
     if matrix.format.in_fragments:
         return tokens <= MOST_FRAGMENT_TOKENS and can_multiply(matrix)
-    return tokens <= MOST_FUSED_TOKENS and has_kernels(matrix) and can_fuse(matrix)
+    return tokens <= MOST_FUSED_TOKENS and has_kernels(matrix) and (can_scale(matrix) or can_fuse(matrix))
 
 
 def with_plain_matrix(x: torch.Tensor, matrix: QuantizedMatrix) -> tuple[torch.Tensor, QuantizedMatrix]:

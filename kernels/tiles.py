@@ -105,12 +105,12 @@ class Cut:
         parts = max(1, min(tiles.programs // num_tiles, num_steps // (tiles.stages * tiles.unroll), _MOST_PARTS))
         turns = -(-num_steps // (parts * tiles.unroll))
         steps = turns * tiles.unroll
-        steps_per_group = 1 if groups == 1 else num_steps // groups
+        group_units = (matrix.format.group_size or 0) * matrix.format.bits // 8
+        steps_per_group = 1 if groups == 1 else group_units // block
         return cls(width, block, steps_per_group, steps, -(-num_steps // steps), num_tiles)
 
 
 def most_columns(matrix: QuantizedMatrix) -> int:
     """Return the most columns of a step: a power of two that divides a group, if a row has several."""
-    groups = matrix.scales.shape[1]
-    group = matrix.columns // groups
-    return 1 << 30 if groups == 1 else group & -group
+    group = matrix.format.group_size
+    return 1 << 30 if group is None or matrix.scales.shape[1] == 1 else group & -group

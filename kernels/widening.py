@@ -31,7 +31,28 @@ def _words_asm(bfloat: bool, is_float: bool) -> str:
     return first + spread("x", "$0", "$1", bfloat) + spread("y", "$2", "$3", bfloat) + " }"
 
 
-def _floats_asm(codes: str, low: str, high: str, bfloat: bool) -> str:
+def _scaled_nibbles_asm() -> str:
+    """PTX: two words of eight e2m1 numbers ($8, $9) to pairs in bfloat16 of their first ones ($0) to their last ($7).
+
+    Sign, exponent and mantissa are placed in bfloat16's; the factor 2**126 that remains is left to the scales ($10).
+    """
+    found = "{ .reg .b32 y, z, s, e, n; prmt.b32 y, $8, $9, 0x5410; prmt.b32 z, $8, $9, 0x7632; mov.b32 n, 0x80008000; "
+    shifts = (("shl", 6), ("shl", 12)), (("shl", 2), ("shl", 8)), (("shr", 2), ("shl", 4)), (("shr", 6), ("shl", 0))
+    for number in range(8):
+        halves, ((way, places), (_, sign)) = "yz"[number // 4], shifts[number % 4]
+        found += f"{way}.b32 e, {halves}, {places}; shl.b32 s, {halves}, {sign}; and.b32 s, s, n; "
+        found += f"lop3.b32 e, e, 0x01c001c0, s, 0xea; fma.rn.bf16x2 ${number}, e, $10, n; "
+    return found + "}"
+
+
+def _scaled_words_asm() -> str:
+    """PTX: as `_words_asm` of e4m3 numbers to bfloat16, with scales ($6) that have the factor 2**120."""
+    first = "{ .reg .b32 x, y; prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362; "
+    pairs = _floats_asm("x", "$0", "$1", True, "$6") + _floats_asm("y", "$2", "$3", True, "$6")
+    return first + pairs + " }"
+
+
+def _floats_asm(codes: str, low: str, high: str, bfloat: bool, scales: str = "") -> str:
     """PTX: four e4m3 numbers to two pairs.
 
     Exponent and mantissa are placed at the low bits of the other's exponent and the high bits of its mantissa; the
@@ -43,7 +64,7 @@ def _floats_asm(codes: str, low: str, high: str, bfloat: bool) -> str:
     first = f"{{ .reg .b32 a, b, c, d, m, n; prmt.b32 a, {codes}, 0, 0x1404; prmt.b32 b, {codes}, 0, 0x3424; "
     first += f"shr.b32 c, a, {shift}; shr.b32 d, b, {shift}; and.b32 c, c, {mask}; and.b32 d, d, {mask}; "
     first += "lop3.b32 c, a, 0x80008000, c, 0xea; lop3.b32 d, b, 0x80008000, d, 0xea; "
-    first += f"mov.b32 m, {factor}; mov.b32 n, 0x80008000; "  # 2**120 or 2**8, -0
+    first += f"mov.b32 m, {scales or factor}; mov.b32 n, 0x80008000; "  # 2**120 or 2**8, -0
     return first + f"fma.rn.{kind}x2 {low}, c, m, n; fma.rn.{kind}x2 {high}, d, m, n; }} "
 
 
@@ -87,6 +108,8 @@ _FLOAT_WORDS_TO_FP16 = tl.constexpr(_words_asm(bfloat=False, is_float=True))
 _FLOAT_WORDS_TO_BF16 = tl.constexpr(_words_asm(bfloat=True, is_float=True))
 _NIBBLES_TO_FP16 = tl.constexpr(_nibbles_asm(bfloat=False))
 _NIBBLES_TO_BF16 = tl.constexpr(_nibbles_asm(bfloat=True))
+_SCALED_NIBBLES = tl.constexpr(_scaled_nibbles_asm())
+_SCALED_WORDS = tl.constexpr(_scaled_words_asm())
 _FLOAT8_FACTOR = tl.constexpr(2.0**8)
 _FLOAT4_FACTOR = tl.constexpr(2.0**14)
 
@@ -193,3 +216,37 @@ def scale_values(stored, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 def factor_of(BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the factor that `float8_codes` and `float4_codes` leave to the scales."""
     return _FLOAT4_FACTOR if BITS == 4 else _FLOAT8_FACTOR
+
+
+@device_function
+def _scaled(codes, scales):  # type: ignore[no-untyped-def]
+    """Multiply each of several tensors with scales."""
+    found = ()
+    for number in tl.static_range(len(codes)):
+        found += (codes[number] * scales,)  # type: ignore[assignment]
+    return found
+
+
+@device_function
+def widen_scaled(words, scales, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert words (int32) of eight e2m1 or four e4m3 numbers to bfloat16, multiplied with the words' scales.
+
+    Scales (bfloat16) have the factor 2**126 for e2m1, 2**120 for e4m3. Returns the first number of each word, the
+    second, and so on.
+    """
+    if BITS == 4 and not COMPILED:
+        return _scaled(float4_codes(words), scales.to(tl.float32) * 2.0**-112)
+    elif not COMPILED:
+        return _scaled(float8_codes(words), scales.to(tl.float32) * 2.0**-112)
+    elif BITS == 4:
+        eight: tl.constexpr = (
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16
+        )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            _SCALED_NIBBLES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [words, scales], dtype=eight, is_pure=True, pack=2
+        )
+    else:
+        four: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        return tl.inline_asm_elementwise(
+            _SCALED_WORDS, "=r,=r,=r,=r,r,r,r", [words, scales], dtype=four, is_pure=True, pack=2
+        )

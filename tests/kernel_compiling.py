@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from attention_cases import AttentionCase, attention_call
 from kernel_cases import (
     FRAGMENTS,
-    PUBLISHED,
     QWEN3_30B_A3B,
     TYPICAL,
+    TYPICAL_PUBLISHED,
     Shape,
     random_choice,
     random_experts,
@@ -51,6 +51,7 @@ from zinfer.kernels import (
     quantize_tokens,
     read_pinned,
     rotary,
+    scaled_linear,
     write_pages,
     write_static,
 )
@@ -160,6 +161,7 @@ def stand_in() -> None:
         int8_linear: ["_int8_kernel"],
         quantize_tokens: ["_quantize_tokens"],
         read_pinned: ["_read_kernel"],
+        scaled_linear: ["_scaled_kernel"],
         write_pages: ["_write_kernel"],
         decode_attention: ["_decode_kernel", "_combine_kernel"],
         prompt_attention: ["_prompt_kernel"],
@@ -188,8 +190,15 @@ def compile_products(dtype: torch.dtype) -> None:
             x, bias = random_input(Shape(tokens, 1024, 4096), dtype, "cpu")
             product = fragment_linear.fragment_linear if format.in_fragments else fused_linear.fused_linear
             product(x, matrix, bias)
-    for format in PUBLISHED:
-        dequantize.dequantize_kernel(random_matrix(format, 1024, 4096, dtype, "cpu"))
+    for format in TYPICAL_PUBLISHED:
+        matrix = random_matrix(format, 1024, 4096, dtype, "cpu")
+        dequantize.dequantize_kernel(matrix)
+        for tokens in (1, 16, 64):
+            x, bias = random_input(Shape(tokens, 1024, 4096), dtype, "cpu")
+            if scaled_linear.can_scale(matrix):
+                scaled_linear.scaled_linear(x, matrix, bias)
+            elif fused_linear.can_fuse(matrix):
+                fused_linear.fused_linear(x, matrix, bias)
     for format in FRAGMENTS:
         matrix = random_matrix(format, 64, 256, dtype, "cpu")
         fragment_linear.fragment_linear(random_input(Shape(8, 64, 256), dtype, "cpu")[0], matrix)
@@ -213,6 +222,12 @@ def compile_experts(dtype: torch.dtype) -> None:
         for weight in weights:
             grouped_linear.grouped_linear_kernel(x, weight, found, turned[:, :, 0])
     grouped_linear.decoded_linear(x, codes[0], found)
+    for format in TYPICAL_PUBLISHED:
+        weight = random_experts(format, mixture, dtype, "meta")
+        if scaled_linear.can_scale(weight):
+            scaled_linear.scaled_experts(x, weight, found)
+        elif grouped_linear.can_step(weight):
+            grouped_linear.grouped_linear_kernel(x, weight, found)
     chosen = random_choice(mixture, 4, "cpu").view(-1)
     for format in FRAGMENTS:
         weight = random_experts(format, mixture, dtype, "meta")

@@ -52,6 +52,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         "decoded_kernel",
         "grouped_kernel",
         "_int8_kernel",
+        "_scaled_kernel",
         "_decode_kernel",
         "_prompt_kernel",
     }

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kernel_cases import (
     FRAGMENTS,
     HALVES,
     MIXTRAL_8X7B,
+    NVFP4,
     PUBLISHED,
     QWEN3_30B_A3B,
     Mixture,
@@ -42,6 +44,7 @@ from zinfer.kernels.grouped_linear import (
 from zinfer.kernels.grouped_tiles import (
     GroupedTiles,
     block_tokens_for,
+    can_step,
     grouped_tiles_for,
     most_token_tiles,
     table_of,
@@ -49,6 +52,7 @@ from zinfer.kernels.grouped_tiles import (
 )
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.kernels.scaled_linear import can_scale, scaled_experts
 
 GROUPED = [format for format in FORMATS if format.group_size != 5]
 FORMS = (None, *GROUPED, *FRAGMENTS)
@@ -134,6 +138,42 @@ def test_few_pairs_of_fragments_each_read_their_matrix(
             assert_right(found, x, weight, groups, bias)
         with emulated(x, weight.codes, weight.scales) if INTERPRETED else nullcontext(), cut_into(programs):
             assert torch.equal(found, chosen_linear(x, weight, groups.chosen, mixture.rows, bias))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("format", [format for format in PUBLISHED if format.outer is None], ids=str)
+def test_published_formats(kernel_device: str, format: QuantFormat, dtype: torch.dtype) -> None:
+    """Codes of e4m3 as bytes and as words, and small groups in bfloat16."""
+    torch.manual_seed(0)
+    for mixture in (Mixture(3, 2, 128, 320), Mixture(2, 1, 96, 192)):
+        weight = random_experts(format, mixture, dtype, kernel_device)
+        assert isinstance(weight, QuantizedMatrix)
+        assert can_scale(weight) or can_step(weight) or (format.bits == 4 and dtype == torch.float16)
+        if format.in_grid and mixture.rows % (format.group_rows or 1):
+            continue
+        groups = Groups.of(random_choice(mixture, 6, kernel_device), mixture.experts)
+        bias = torch.randn(mixture.experts, mixture.rows, dtype=dtype, device=kernel_device)
+        for lines in (6, groups.num_pairs):
+            x = torch.randn(lines, mixture.columns, dtype=dtype, device=kernel_device)
+            if can_scale(weight):
+                assert_right(scaled_experts(x, weight, groups, bias), x, weight, groups, bias)
+            if can_step(weight):
+                for tiles in (TILES, IN_WORDS):
+                    assert_right(grouped_linear_kernel(x, weight, groups, bias, tiles), x, weight, groups, bias)
+
+
+@pytest.mark.parametrize("outer", ["times", "over"])
+def test_experts_have_scales_of_the_second_level(kernel_device: str, outer: Literal["times", "over"]) -> None:
+    torch.manual_seed(0)
+    mixture = Mixture(4, 2, 80, 192)
+    format = replace(NVFP4, outer=outer, outer_rows=mixture.rows)
+    weight = random_experts(format, mixture, torch.bfloat16, kernel_device)
+    assert isinstance(weight, QuantizedMatrix)
+    groups = Groups.of(random_choice(mixture, 7, kernel_device), mixture.experts)
+    x = torch.randn(7, mixture.columns, dtype=torch.bfloat16, device=kernel_device)
+    assert_right(scaled_experts(x, weight, groups), x, weight, groups)
 
 
 @pytest.mark.sampled(5)

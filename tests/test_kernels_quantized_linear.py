@@ -9,11 +9,16 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from kernel_cases import (
+    BLOCKS_FP8,
     DTYPES,
     FORMATS,
     FRAGMENTS,
     HALVES,
     LARGE_CASES,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    PUBLISHED,
     SMALL,
     Shape,
     allowed_error,
@@ -31,9 +36,11 @@ from zinfer.kernels.fragment_linear import fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.kernels.quantized_linear import quantized_linear
+from zinfer.kernels.quantized_linear import is_fused, quantized_linear
+from zinfer.kernels.scaled_linear import can_scale, scaled_linear
 from zinfer.kernels.tiles import Cut, FusedTiles, block_tokens_for, most_columns, tiles_for
 
+SCALED = (MXFP8, MXFP4, NVFP4, replace(NVFP4, outer="over", outer_rows=32))
 FUSED = [format for format in FORMATS if format.group_size != 5]
 PLAIN = FusedTiles(16, 32, 64, 4, 2, 1, False)
 """Small tiles, and the columns summed by one program."""
@@ -65,6 +72,75 @@ def test_the_fused_kernel(kernel_device: str, format: QuantFormat, dtype: torch.
         assert_right(whole, x, matrix, bias)
         parts = fused_linear(x, matrix, bias, replace(tiles, programs=64))
         assert_right(parts, x, matrix, bias)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("format", [format for format in PUBLISHED if format.bits == 8], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("weights_left", [True, False], ids=["weights-left", "weights-right"])
+def test_published_e4m3(kernel_device: str, format: QuantFormat, dtype: torch.dtype, weights_left: bool) -> None:
+    """Grids whose last blocks are cut, of rows and of columns, and scales in each type."""
+    torch.manual_seed(0)
+    for shape in filter(lambda shape: fits(format, shape), (Shape(3, 150, 224), Shape(5, 33, 35))):
+        matrix = random_matrix(format, shape.rows, shape.columns, dtype, kernel_device)
+        assert can_fuse(matrix)
+        x, bias = random_input(shape, dtype, kernel_device)
+        tiles = FusedTiles(8 if weights_left else 16, 64, 64, 4, 2, 1, weights_left)
+        for programs in (1, 64):
+            assert_right(fused_linear(x, matrix, bias, replace(tiles, programs=programs)), x, matrix, bias)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("format", SCALED, ids=str)
+@pytest.mark.parametrize("tokens", [1, 16, 70])
+def test_scales_of_small_groups(kernel_device: str, format: QuantFormat, tokens: int) -> None:
+    """Columns that a step divides, summed by one program and by several, and a last step that is not full."""
+    torch.manual_seed(0)
+    for rows, columns in ((70, 1024), (33, 352)):
+        matrix = random_matrix(format, rows, columns, torch.bfloat16, kernel_device)
+        assert can_scale(matrix)
+        x, bias = random_input(Shape(tokens, rows, columns), torch.bfloat16, kernel_device)
+        found = scaled_linear(x, matrix, bias)
+        assert_right(found, x, matrix, bias)
+        assert torch.equal(found, scaled_linear(x, matrix, bias))
+
+
+@pytest.mark.parametrize("format", SCALED, ids=str)
+def test_every_code_with_a_scale_of_its_own(kernel_device: str, format: QuantFormat) -> None:
+    """Values of the matrix come out to the bit, whatever the scale within 2**-60 and 2**63."""
+    size = format.group_size or 0
+    matrix = QuantizedMatrix.empty(format, 256, 8 * size, torch.bfloat16, kernel_device)
+    stored = matrix.codes.view(torch.uint8)
+    stored.copy_(torch.arange(256, device=kernel_device).unsqueeze(1).expand_as(stored))
+    if format.bits == 8:
+        stored[stored & 127 == 127] = 0  # NaN, which no matrix holds
+    if matrix.scales.dtype == torch.float8_e8m0fnu:
+        powers = torch.tensor([74, 100, 115, 120, 127, 128, 150, 180], dtype=torch.uint8, device=kernel_device)
+        matrix.scales.view(torch.uint8).copy_(powers.expand(256, 8))
+    else:
+        numbers = torch.tensor([2**-9, 2**-6, 0.6875, 1, 1.125, 13, 240, 448], device=kernel_device)
+        matrix.scales.copy_(numbers.expand(256, 8))
+        assert matrix.outer_scales is not None
+        matrix.outer_scales.fill_(0.25)
+    unit = torch.eye(matrix.columns, dtype=torch.bfloat16, device=kernel_device)
+    assert torch.equal(scaled_linear(unit, matrix).T, dequantize_ref(matrix))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("format", [BLOCKS_FP8, *SCALED], ids=str)
+@pytest.mark.parametrize("tokens", [1, 8, 16, 40, 128])
+def test_large_products_of_published_formats(format: QuantFormat, tokens: int) -> None:
+    torch.manual_seed(0)
+    shape = Shape(tokens, 4160, 7168)
+    matrix = random_matrix(format, shape.rows, shape.columns, torch.bfloat16, "cuda")
+    assert is_fused(matrix, tokens)
+    x, bias = random_input(shape, torch.bfloat16, "cuda")
+    found = [quantized_linear(x, matrix, bias) for _ in range(5)]
+    assert_right(found[0], x, matrix, bias)
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 @pytest.mark.gpu
@@ -182,12 +258,19 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("format", "dtype"),
-    [(QuantFormat(8, 5), torch.float16), (QuantFormat(4, 16), torch.float16), (QuantFormat(8), torch.float32)],
+    [
+        (QuantFormat(8, 5), torch.float16),
+        (QuantFormat(4, 16), torch.float16),
+        (QuantFormat(8), torch.float32),
+        (NVFP4, torch.float16),
+        (replace(NVFP4, outer=None), torch.float32),
+    ],
     ids=str,
 )
-def test_what_the_fused_kernel_leaves_to_the_other_way(format: QuantFormat, dtype: torch.dtype) -> None:
+def test_what_the_fused_kernels_leave_to_the_other_way(format: QuantFormat, dtype: torch.dtype) -> None:
     matrix = random_matrix(format, 4, 80, dtype, "cpu")
     assert not can_fuse(matrix)
+    assert not can_scale(matrix)
 
 
 @given(
