@@ -109,7 +109,7 @@ def test_a_published_model_is_known_by_the_names_that_people_type(written: str, 
     known = find_known_model(written)
     assert known is not None
     assert (known.name, known.format) == (name, fmt)
-    assert (known.note() is None) == (fmt in ("bf16", "fp8", "awq") and known.stand_in is None)
+    assert (known.note() is None) == (known.stand_in is None)
 
 
 @pytest.mark.parametrize("written", ["", "llama", "./llama-3-70b", "/llama-3-70b", "a/b/opt-30b", "opt-30b/"])

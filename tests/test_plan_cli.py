@@ -396,10 +396,10 @@ def test_ranks_share_the_weights_and_divide_the_rows(tmp_path: Path) -> None:
 
 def test_a_plan_begins_with_its_answer_and_says_what_does_not_run_yet(tmp_path: Path) -> None:
     job = ("--gpu", "4090", "--rows", "64", "--prompt-len", "64", "--new-tokens", "8")
-    first, second, *_ = zinfer_plan("openai/gpt-oss-20b", *job).stdout.splitlines()
-    assert re.fullmatch(r"gpt-oss-20b on an RTX 4090 with 64 GB: .* for 64 rows, bound by .*", first)
-    assert second.endswith("(mxfp4, 13.8 GB); planned as if it had INT4 weights in groups of 64")
-    found = document(zinfer_plan("openai/gpt-oss-20b", *job, "--json"))
+    first, second, *_ = zinfer_plan("Qwen/Qwen3-Next-80B-A3B", *job).stdout.splitlines()
+    assert re.fullmatch(r"qwen3-next-80b-a3b on an RTX 4090 with 64 GB: .* for 64 rows, bound by .*", first)
+    assert second.endswith("(bf16, 163 GB); planned as if it had full attention in every layer")
+    found = document(zinfer_plan("Qwen/Qwen3-Next-80B-A3B", *job, "--json"))
     assert (found["answer"], found["note"]) == (first, second)
     batch = ("--machine", "a10", "--batch-size", "4", "--prompt-len", "64", "--new-tokens", "8")
     first, second, *_ = zinfer_plan("Qwen/Qwen3-32B", *batch).stdout.splitlines()

@@ -28,7 +28,7 @@ _VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 """`zinfer.quantization` by the end of a hub name, for models that are published in other formats too."""
 _TRAINED: Final = re.compile(r"-(instruct|chat|base|hf|it|thinking|bf16|fp16|\d{4})$")
 """Ends of names that say how a model was trained, or when; its shape is the same."""
-_AS_PUBLISHED: Final = ("bf16", "fp16", "fp8", "awq", "gptq-int4", "gptq-int8")
+_AS_PUBLISHED: Final = ("bf16", "fp16", "fp8", "mxfp4", "awq", "gptq-int4", "gptq-int8")
 """Formats that run as they are published."""
 
 
