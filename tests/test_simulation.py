@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import random_prompts, tiny_checkpoint
@@ -104,8 +105,10 @@ def test_seconds_are_the_sum_of_the_passes() -> None:
         hosted_bytes: int,
         is_replayed: bool,
     ) -> PassTime:
-        seen.append((num_tokens, num_rows, cache_bytes, num_pairs, num_parts, lent_bytes))
-        came.append(hosted_bytes)
+        sizes = (num_tokens, num_rows, cache_bytes, num_pairs, num_parts, lent_bytes, hosted_bytes)  # of all passes
+        each = [tuple(map(int, size)) for size in zip(*np.broadcast_arrays(*sizes), strict=True)]
+        seen.extend(size[:-1] for size in each)
+        came.extend(size[-1] for size in each)
         return PassTime(num_tokens, 0.0, 2.0, 0.0, num_tokens / 20, cache_bytes / 1e9, 0.0)
 
     pages = Footprint(0, 0, 0)
@@ -126,14 +129,14 @@ def test_seconds_are_the_sum_of_the_passes() -> None:
 
 
 @pytest.mark.parametrize("is_hosted", [False, True])
-@pytest.mark.parametrize("replayed", [None, [64, 128]])
-def test_a_run_of_passes_takes_as_long_as_its_passes(*, is_hosted: bool, replayed: list[int] | None) -> None:
+@pytest.mark.parametrize("replayed", [None, (64, 128)])
+def test_a_run_of_passes_takes_as_long_as_its_passes(*, is_hosted: bool, replayed: tuple[int, ...] | None) -> None:
     """Also where another resource is the slowest from some pass on, and where pages in host memory are all copied."""
 
     def pass_time(
         num_tokens: int, num_rows: int, *, cache_bytes: int, hosted_bytes: int, is_replayed: bool, **sizes: int
     ) -> PassTime:
-        launch_s = 1.0 if is_replayed else 8.0
+        launch_s = 8.0 - 7.0 * is_replayed
         return PassTime(num_tokens, 0.0, hosted_bytes / 900, 0.0, num_tokens / 20, cache_bytes / 700, launch_s=launch_s)
 
     kv = Footprint(3, 0, 0, host_bytes=100 if is_hosted else 0)
@@ -153,11 +156,11 @@ def test_passes_of_a_form_are_replayed_once_they_recur() -> None:
     """Decodes as far as they are padded to one number of rows, prompts up to the largest size that is replayed."""
 
     def pass_time(num_tokens: int, num_rows: int, *, is_replayed: bool, **sizes: int) -> PassTime:
-        return PassTime(num_tokens, 0.0, 0.0, 0.0, 0.0, 0.0, launch_s=1.0 if is_replayed else 8.0)
+        return PassTime(num_tokens, 0.0, 0.0, 0.0, 0.0, 0.0, launch_s=8.0 - 7.0 * is_replayed)
 
     budget = BatchingBudget(4096, 512, 4096, 64, 16, torch.float16, "arrival", lends=True, footprint=Footprint(0, 0, 0))
     decodes, mixed, large = PassSize(31, 31, 900), PassSize(200, 31, 900), PassSize(300, 31, 900)
-    estimator = JobEstimator(budget, None, 8, pass_time, replayed=[64, 128, 256])
+    estimator = JobEstimator(budget, None, 8, pass_time, replayed=(64, 128, 256))
     # 8 launches, one capture, which takes as long as these, and a replay.
     for size, seconds in ((decodes, 129), (mixed, 129), (large, 80), (PassSize(300, 300, 9000), 80)):
         assert estimator.of_passes([size] * 10).seconds == seconds, size

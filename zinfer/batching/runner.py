@@ -134,7 +134,7 @@ class PassRunner:
         self._graphs = graphs
         self._page_size = cache.page_size
         self._most_replayed_tokens = _most_replayed_tokens(model, graphs)
-        self.padded_sizes = [size for size in REPLAYED_TOKENS if size <= self._most_replayed_tokens]
+        self.padded_sizes = tuple(size for size in REPLAYED_TOKENS if size <= self._most_replayed_tokens)
 
     @property
     def replays(self) -> bool:

@@ -3,16 +3,16 @@
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.pass_sizes import FEWEST_REPLAYED_ROWS, PATIENCE, padded_rows, padded_segments
 from zinfer.planning.simulation import PassRun, RankPasses, Simulations, simulate_runs, simulated_ranks
-from zinfer.planning.step_time import PassTime, resource_name, speed
+from zinfer.planning.step_time import PassTime, largest, resource_name, speed
 from zinfer.scheduling.latency_target import LatencyTarget
 from zinfer.scheduling.pass_order import PassOrder
 from zinfer.scheduling.schedule import PassSize
@@ -20,7 +20,7 @@ from zinfer.units import duration
 
 _TWO_SIZES: Final = (1024, 2048)
 """Tokens of two passes whose difference is matrix work alone."""
-_UNEVEN: Final = 1e-9  # share of a resource's work, by which it grows more or less within a run of passes
+_NEVER: Final = -(1 << 40)
 _BACKGROUND_PASSES: Final = 8
 """A pass of the background alone has the tokens of so many usual ones; whoever comes meanwhile waits for it once."""
 
@@ -62,6 +62,16 @@ class JobPrediction:
         )
 
 
+@functools.lru_cache(maxsize=1 << 16)  # a search for sizes asks for the same passes again and again
+def _form(num_tokens: int, num_samples: int, replayed: tuple[int, ...]) -> Hashable:
+    """Return the form of passes as `JobEstimator.form_of`."""
+    most, num_rows = max((FEWEST_REPLAYED_ROWS, *replayed)), padded_rows(num_samples)
+    if num_tokens == num_samples:
+        return (num_rows, num_rows, False) if num_rows <= most else None
+    padded = next((each for each in replayed if num_tokens <= each), None)
+    return None if padded is None or num_rows > most else (padded, padded_segments(num_samples), True)
+
+
 @dataclass(frozen=True)
 class JobEstimator:
     """Predicts the time of passes, simulated or computed ones.
@@ -86,7 +96,7 @@ class JobEstimator:
     num_ranks: int = 1
     usual_tokens: int | None = None
     padded_sizes: Sequence[int] = ()
-    replayed: Sequence[int] | None = None
+    replayed: tuple[int, ...] | None = None
 
     @functools.cached_property
     def target(self) -> LatencyTarget | None:
@@ -162,8 +172,7 @@ class JobEstimator:
 
     def seconds_of(self, runs: Sequence[PassRun]) -> float:
         """Return the seconds of runs of passes; as `of_runs`."""
-        clock = PassTimes(self)
-        return sum(count * each.seconds for run in runs for count, each in clock.of_run(run))
+        return float(self._times_of(runs).seconds.sum())
 
     def of_passes(self, sizes: Sequence[PassSize]) -> JobPrediction:
         """Predict passes of these sizes. Raises ConfigError if there are none."""
@@ -180,46 +189,59 @@ class JobEstimator:
         """
         if not runs:
             raise ConfigError("no pass was computed yet, so none can be predicted")
-        clock, seconds, shares_host = PassTimes(self), 0.0, False
-        bottlenecks, busy_s = Counter[str](), dict[str, float]()
-        for run in runs:
-            for count, each in clock.of_run(run):
-                terms, shares_host = each.terms, each.shares_host
-                slowest = max(terms, key=terms.__getitem__)
-                seconds += count * terms[slowest]
-                bottlenecks[slowest] += count
-                for name, term_s in terms.items():
-                    busy_s[name] = busy_s.get(name, 0.0) + count * term_s
-        own, num_passes = runs if own is None else own, bottlenecks.total()
+        import numpy as np
+
+        times = self._times_of(runs)
+        names, terms = list(times.terms), np.stack(np.broadcast_arrays(*times.terms.values()))
+        slowest = np.bincount(terms.argmax(axis=0), minlength=len(names))  # how many passes each resource limits
+        seconds, num_passes = float(terms.max(axis=0).sum()), int(slowest.sum())
+        own = runs if own is None else own
         return JobPrediction(
             seconds=seconds,
             num_passes=num_passes,
             tokens_per_pass=sum(run.num_passes * run.first.num_tokens for run in own) / num_passes,
             tokens_per_s=sum(run.num_passes * run.first.num_samples for run in own) / seconds,
-            bottleneck=resource_name(max(bottlenecks, key=bottlenecks.__getitem__), on_host=shares_host),
+            bottleneck=resource_name(names[slowest.argmax()], on_host=times.shares_host),
             most_together=max(run.first.num_samples for run in own),
-            busy_s=busy_s,
+            busy_s=dict(zip(names, terms.sum(axis=1).tolist(), strict=True)),
         )
+
+    def _times_of(self, runs: Sequence[PassRun]) -> PassTime:
+        """Return the times of all passes, one after the other, as arrays; each is launched or replayed as in `PassTimes`."""
+        import numpy as np
+
+        counts = np.array([run.num_passes for run in runs])
+        places = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        sizes = (np.repeat(column, counts) for column in np.array([run.first for run in runs]).T)
+        num_tokens, num_samples, num_context, num_lent, num_pairs = sizes
+        num_context += places * num_tokens
+        num_pairs += places * np.repeat([run.num_more_pairs for run in runs], counts)
+        size = PassSize(num_tokens, num_samples, num_context, num_lent, num_pairs)
+        seen = np.repeat(self._seen_before(runs), counts) + places
+        found = self.time_of(size, is_replayed=seen > PATIENCE)
+        captures = 1 + (PATIENCE - 1) * (seen == PATIENCE)
+        return found._replace(num_tokens=num_tokens, launch_s=found.launch_s * captures)
+
+    def _seen_before(self, runs: Sequence[PassRun]) -> list[int]:
+        """Return how many passes of its form precede each run; of those without a form so few that none is captured."""
+        if self.replayed is None:
+            return [_NEVER] * len(runs)
+        seen, found = Counter[Hashable](), []
+        for run in runs:
+            form = self.form_of(run.first)
+            found.append(_NEVER if form is None else seen[form])
+            seen[form] += run.num_passes
+        return found
 
     def _pass_seconds(self, num_tokens: int) -> float:
         return self.time_of(PassSize(num_tokens, 1, num_tokens)).seconds
 
-    @functools.cached_property
-    def _most_replayed(self) -> int:
-        return max([FEWEST_REPLAYED_ROWS, *(self.replayed or ())])
-
     def form_of(self, size: PassSize) -> Hashable:
         """Return what passes that one graph replays have in common; None: none does."""
-        if self.replayed is None:
-            return None
-        most, num_rows = self._most_replayed, padded_rows(size.num_samples)
-        if size.num_tokens == size.num_samples:
-            return (num_rows, num_rows, False) if num_rows <= most else None
-        num_tokens = next((each for each in self.replayed if size.num_tokens <= each), None)
-        return None if num_tokens is None or num_rows > most else (num_tokens, padded_segments(size.num_samples), True)
+        return None if self.replayed is None else _form(size.num_tokens, size.num_samples, self.replayed)
 
-    def time_of(self, size: PassSize, *, is_replayed: bool | None = None) -> PassTime:
-        """Predict one pass.
+    def time_of(self, size: PassSize, *, is_replayed: Any = None) -> PassTime:
+        """Predict one pass, or many, if ``size`` and ``is_replayed`` have arrays in place of numbers.
 
         Args:
             is_replayed: whether its form was captured; by default it was if it ever is, as in a server.
@@ -244,7 +266,8 @@ class JobEstimator:
         Ignores windows of single layers, which copy less.
         """
         num_before, page_size = size.num_context - size.num_tokens, self.budget.page_size
-        return min(num_before + size.num_samples * page_size // 2, self.budget.num_pages * page_size)
+        num_tokens: int = -largest(-num_before - size.num_samples * page_size // 2, -self.budget.num_pages * page_size)
+        return num_tokens
 
 
 class PassTimes:
@@ -286,35 +309,3 @@ class PassTimes:
         if form is None or self._seen[form] <= PATIENCE:
             return launched
         return launched._replace(launch_s=PATIENCE * launched.launch_s)
-
-    def of_run(self, run: PassRun) -> Iterator[tuple[int, PassTime]]:
-        """Predict the passes that follow those before: yield how many take so long, on average."""
-        if run.num_passes == 1:
-            yield 1, self.next(run.first)
-            return
-        form, num_single = self._estimator.form_of(run.first), 0
-        if form is not None:
-            num_single = min(max(PATIENCE + 1 - self._seen[form], 0), run.num_passes)
-        for place in range(num_single):
-            yield 1, self.next(run.at(place))
-        if num_left := run.num_passes - num_single:
-            self._seen[form] += num_left
-            yield from self._means(run.part(num_single, num_left), is_replayed=form is not None)
-
-    def _means(self, run: PassRun, *, is_replayed: bool) -> Iterator[tuple[int, PassTime]]:
-        """Yield the mean times of parts of a run: as long as each resource's work grows evenly, that of the middle."""
-        if run.num_passes % 2 == 0 or run.num_passes == 1:
-            yield 1, self._estimator.time_of(run.first, is_replayed=is_replayed)
-            run = run.part(1, run.num_passes - 1)
-        if not run.num_passes:
-            return
-        middle = run.num_passes // 2
-        first, mean, last = (
-            self._estimator.time_of(run.at(place), is_replayed=is_replayed) for place in (0, middle, run.num_passes - 1)
-        )
-        ends = zip(*((each.seconds, *each.terms.values()) for each in (first, mean, last)), strict=True)
-        if all(abs(begin + end - 2 * between) <= _UNEVEN * between for begin, between, end in ends):
-            yield run.num_passes, mean
-        else:
-            for begin, end in ((0, middle), (middle, run.num_passes)):
-                yield from self._means(run.part(begin, end - begin), is_replayed=is_replayed)

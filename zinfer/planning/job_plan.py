@@ -291,14 +291,14 @@ class SizedJob:
         return JobPlan(case, batching, budget, plan, job, passes, repeats, seconds, simulations, estimator)
 
 
-def _replayed_sizes(case: Case, settings: Settings, budget: BatchingBudget, plan: Plan) -> list[int] | None:
+def _replayed_sizes(case: Case, settings: Settings, budget: BatchingBudget, plan: Plan) -> tuple[int, ...] | None:
     """Return the tokens of passes with prompts that an `LLM` captures and replays; None: it replays nothing."""
     if not case.machine.limits.on_cuda or settings.cuda_graph is False or settings.check_finite or budget.is_hosted:
         return None
     if settings.cuda_graph is None and plan.streamed_bytes > most_streamed_bytes(len(plan.homes)):
         return None
     largest = max((each.block.layout.numel for each in case.outline.blocks if each.is_layer), default=1)
-    return [size for size in REPLAYED_TOKENS if size <= replayed_tokens(largest)]
+    return tuple(size for size in REPLAYED_TOKENS if size <= replayed_tokens(largest))
 
 
 def plan_sizes(case: Case, batching: Batching, job: Job, simulations: Simulations) -> JobPlan:

@@ -6,7 +6,7 @@ Shared prefixes and sequences that end early make a job shorter; neither is simu
 While no sequence is preempted, a pass follows from sums alone: how many sequences decode, how many of them need a page,
 and which end. So most simulations keep sums in place of sequences, a tenth of the work, and give what the scheduler
 does to the last number; `tests/test_simulation.py` compares the two. Passes of the same sequences, until one of them
-ends or a prompt is complete, are counted as one run, and predicted by three of them. Once pages run short, the
+ends or a prompt is complete, are counted as one run. Once pages run short, the
 scheduler itself runs. A search for sizes has no time for that, and counts preemption too: the sequence admitted last
 gives up its pages, returns first, and finds those that nothing was written to since. What differs, the order in which
 pages are written, moves few tokens (a test compares them).
@@ -57,22 +57,19 @@ class PassRun(NamedTuple):
         tokens, samples, context, lent, pairs = self.first
         return PassSize(tokens, samples, context + place * tokens, lent, pairs + place * self.num_more_pairs)
 
-    def part(self, begin: int, count: int) -> "PassRun":
-        """Return so many of them."""
-        return PassRun(self.at(begin), count, self.num_more_pairs)
-
     def times(self, scale: float) -> "PassRun":
         """Return as many passes of so many times the size."""
         return PassRun(_times(self.first, scale), self.num_passes, round(scale * self.num_more_pairs))
 
 
 def _times(size: PassSize, scale: float) -> PassSize:
-    return PassSize(  # field by field, since most passes of most simulations come here
-        round(scale * size.num_tokens),
-        round(scale * size.num_samples),
-        round(scale * size.num_context),
-        round(scale * size.num_lent_pages),
-        round(scale * size.num_pairs),
+    tokens, samples, context, lent, pairs = size  # field by field, since most passes of most simulations come here
+    return PassSize(
+        round(scale * tokens),
+        round(scale * samples),
+        round(scale * context),
+        round(scale * lent) if lent else 0,
+        round(scale * pairs) if pairs else 0,
     )
 
 
@@ -217,61 +214,82 @@ class _CountedPasses:
     def up_to(self, most_passes: float) -> list[PassRun] | None:
         """Return the passes, one more than ``most_passes`` at most; None: pages run short for new tokens."""
         runs: list[PassRun] = []
-        num_passes = 0
+        num_passes, on_boundary, page, prompts = 0, self._on_boundary, self._page, self._prompts
         while self._sums.count and num_passes <= most_passes:
             lent, self._num_lent = self._num_lent, self._num_spare
-            needed = self._on_boundary[self._place % self._page]
-            is_short = needed > self._num_free
+            is_short = on_boundary[self._place % page] > self._num_free
             if (is_short and not self._preempts) or self._num_decodes > self._token_budget:
                 return None
             if is_short:
                 self._preempt()
-            self._num_free -= self._on_boundary[self._place % self._page]
-            self._lose_pages()
+            self._num_free -= on_boundary[self._place % page]
+            if self._found:
+                self._lose_pages()
             chunks = [] if is_short else self._chunks()
-            if not chunks and not self._num_decodes:
-                return None
             decodes, num_context = self._num_decodes, self._num_computed + self._num_decodes
+            if not chunks and not decodes:
+                return None
             num_tokens, num_samples, num_pairs = decodes, decodes, 0
             for number, begin, end in chunks:
-                num_context, num_tokens = num_context + end, num_tokens + end - begin
-                num_samples += end == self._prompts[number]
-                num_pairs += (end - begin) * (begin + end + 1) // 2 if end - begin > 1 else 0
+                num_context, count = num_context + end, end - begin
+                num_tokens += count
+                num_samples += end == prompts[number]
+                num_pairs += count * (begin + end + 1) // 2 if count > 1 else 0
             goes_on = not is_short and lent == self._num_lent and num_samples == decodes
             count = self._go_on(chunks, most_passes - num_passes) if goes_on else 1
             num_more = num_tokens - decodes if count > 1 else 0
             size = PassSize(num_tokens, num_samples, num_context, lent, num_pairs)
             runs.append(PassRun(size, count, num_more * num_more if num_more > 1 else 0))
             num_passes += count
-            self._lose_pages()
+            if self._found:
+                self._lose_pages()
             self._advance(chunks)
         return runs
 
     def _go_on(self, chunks: Sequence[tuple[int, int, int]], most_passes: float) -> int:
-        """Go on to the last of the passes like this one, and return how many they are.
+        """Go on through passes like this one, to the last of them or not as far, and return how many they are.
 
         They have no prompts, or as much of one that none of them completes. What keeps other prompts out, pages or
         sequences, does so until a sequence ends.
         """
-        decodes, page, chunk, computed, num_pages, length = self._num_decodes, self._page, 0, 0, 0, 0
+        decodes, chunk, computed, num_pages, reserved = self._num_decodes, 0, 0, 0, 0
+        most = most_passes
         if chunks:
             assert self._prompt is not None, "no prompt was completed"
             number, computed, num_pages = self._prompt
-            chunk, length = computed - chunks[0][1], self._prompts[number]
+            chunk, reserved = computed - chunks[0][1], min(decodes, self._most_reserved)
             if chunk != self._num_for_prompts(decodes + 1):
                 return 1
-        place, num_free, reserved = self._place, self._num_free, min(decodes, self._most_reserved)
-        while place not in self._ending and place - self._place + 1 <= most_passes:
-            num_left = num_free - self._on_boundary[(place + 1) % page]
-            taken = max(-(-(computed + chunk) // page) - num_pages, 0) if chunk else 0
-            if num_left < 0 or (chunk and (computed + chunk >= length or taken > max(num_left - reserved, 0))):
+            most = min(most, (self._prompts[number] - computed - 1) // chunk)
+        num_more = self._num_until_end(most)
+        while num_more:
+            taken = max(-(-(computed + num_more * chunk) // self._page) - num_pages, 0) if chunk else 0
+            num_left = self._num_free - self._num_needed(num_more) - taken
+            if num_left >= reserved:
                 break
-            place, num_free, computed, num_pages = place + 1, num_left - taken, computed + chunk, num_pages + taken
+            num_more //= 2  # pages run short before that
+        else:
+            return 1
         if chunks:
-            self._prompt = number, computed, num_pages
-        num_more, self._place, self._num_free = place - self._place, place, num_free
+            self._prompt = number, computed + num_more * chunk, num_pages + taken
+        self._place, self._num_free = self._place + num_more, num_left
         self._num_computed += num_more * decodes
         return 1 + num_more
+
+    def _num_until_end(self, most: float) -> int:
+        """Return the passes from this one to that in which the next sequence ends, or at most so many."""
+        place, ending = self._place, self._ending
+        last = place + most - 1
+        while place not in ending and place <= last:
+            place += 1
+        return place - self._place
+
+    def _num_needed(self, num_passes: int) -> int:
+        """Return the pages that the decoding sequences take in so many passes after this one."""
+        rounds, rest = divmod(num_passes, self._page)
+        first = (self._place + 1) % self._page
+        last = self._on_boundary[first : first + rest]
+        return rounds * self._num_decodes + sum(last) + sum(self._on_boundary[: rest - len(last)])
 
     def _num_for_prompts(self, num_running: int) -> int:
         """Return the tokens that a pass leaves to prompts beside its decodes."""
@@ -280,8 +298,9 @@ class _CountedPasses:
 
     @property
     def _num_spare(self) -> int:
-        is_decoding = self._lends and not self._waiting and self._prompt is None
-        return max(self._num_pages - self._sums.num_pages, 0) if is_decoding else 0
+        if self._waiting or not self._lends or self._prompt is not None:
+            return 0
+        return max(self._num_pages - self._sums.num_pages, 0)
 
     def _chunks(self) -> list[tuple[int, int, int]]:
         """Return number, begin and end of the chunks of prompts in this pass, with pages for them."""
@@ -306,8 +325,8 @@ class _CountedPasses:
         prompts, waiting, page = self._prompts, self._waiting, self._page
         most_running = min(self._max_sequences, self._most_running)
         while num_left and waiting and num_running < most_running:
-            number, most = waiting[0], self._num_free_beside(num_running)
-            begin = max(self._kept.get(number, 0), self._found.get(number, 0) * page) if self._is_resuming else 0
+            number, most, is_resuming = waiting[0], self._num_free_beside(num_running), self._kept or self._found
+            begin = max(self._kept.get(number, 0), self._found.get(number, 0) * page) if is_resuming else 0
             end = min(prompts[number], begin + num_left)
             wanted = -(-end // page)
             if not most or (num_running and most < wanted):
@@ -317,7 +336,7 @@ class _CountedPasses:
             end = min(end, taken * page)
             if end <= begin:  # alone, and its pages are not enough: it is computed again
                 begin = 0
-            if self._is_resuming:
+            if is_resuming:
                 self._num_swapped -= -(-self._kept.pop(number, 0) // page)
                 self._found.pop(number, None)
             self._num_free -= taken
@@ -354,10 +373,6 @@ class _CountedPasses:
         elif computed >= self._page:
             self._found[number] = computed // self._page
         self._waiting.appendleft(number)
-
-    @property
-    def _is_resuming(self) -> bool:
-        return bool(self._kept or self._found)
 
     def _lose_pages(self) -> None:
         """Forget what preempted sequences would find of their pages: the last ones' are written to last."""

@@ -13,8 +13,9 @@ while a lane has work (with one block much larger than the others, or with homes
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, reduce
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from zinfer.kernels.quantized import MOST_FUSED_TOKENS
 from zinfer.offload.block import Home, Tier
@@ -55,8 +56,17 @@ def resource_name(term: str, *, on_host: bool) -> str:
     return "host memory" if on_host and term in ("link", "device memory") else term
 
 
+def largest(*numbers: Any) -> Any:
+    """Return the largest number; of arrays the largest in each place."""
+    if not any(hasattr(each, "shape") for each in numbers):
+        return max(numbers)
+    import numpy as np  # here, since commands that price no arrays start without it
+
+    return reduce(np.maximum, numbers)
+
+
 class PassTime(NamedTuple):
-    """Seconds of work of each resource in one pass over ``num_tokens`` tokens.
+    """Seconds of work of each resource in one pass over ``num_tokens`` tokens, or arrays of them for many passes.
 
     ``device_s``: reading weights and KV cache; ``cache_s``: the cache's part of it; ``between_s``: work between
     products, that is activations, dequantization, attention over prompts, and the slowdown by concurrent copies;
@@ -83,10 +93,10 @@ class PassTime(NamedTuple):
 
         Where the host computes too, the larger of its two works counts with the other.
         """
-        work_s = self.matrix_s + self.cache_s + self.between_s + self.reduce_s
-        launch_s, whole_s = self.launch_s, work_s + self.launch_s
+        work_s, launch_s = self.matrix_s + self.cache_s + self.between_s + self.reduce_s, self.launch_s
         if self.shares_host:
-            work_s, launch_s = (whole_s, launch_s) if launch_s <= work_s else (work_s, whole_s)
+            is_work = launch_s <= work_s  # 0 or 1, or an array of them
+            work_s, launch_s = work_s + launch_s * is_work, launch_s + work_s * (1 - is_work)
         terms = {
             "disk": self.disk_s,
             "link": self.link_s,
@@ -95,7 +105,7 @@ class PassTime(NamedTuple):
             "device memory": self.device_s,
             LAUNCHING: launch_s,
         }
-        if self.gather_s:
+        if hasattr(self.gather_s, "shape") or self.gather_s:
             terms["gathers"] = self.gather_s
         return terms
 
@@ -108,8 +118,9 @@ class PassTime(NamedTuple):
     def seconds(self) -> float:
         """Seconds of the pass: the most of its terms."""
         work_s = self.matrix_s + self.cache_s + self.between_s + self.reduce_s
-        host_s = work_s + self.launch_s if self.shares_host else max(work_s, self.launch_s)
-        return max(self.disk_s, self.link_s, self.host_s, host_s, self.device_s, self.gather_s)
+        host_s = (work_s + self.launch_s,) if self.shares_host else (work_s, self.launch_s)
+        seconds: float = largest(self.disk_s, self.link_s, self.host_s, *host_s, self.device_s, self.gather_s)
+        return seconds
 
     @property
     def bottleneck(self) -> str:
@@ -208,7 +219,7 @@ class PassClock:
         is_replayed: bool = False,
         is_padded: bool = False,
     ) -> PassTime:
-        """Predict one pass.
+        """Predict one pass, or many: each argument but ``is_padded`` may be an array with an element for each pass.
 
         Args:
             num_tokens: tokens that the layers compute.
@@ -223,18 +234,18 @@ class PassClock:
         """
         rates = self._rates
         num_staying = 0 if self.num_gathering > 1 or not self._slot_bytes else lent_bytes // self._slot_bytes
-        pulled_bytes = max(self._pulled_bytes - num_staying * self._slot_bytes, 0)
-        gathered_bytes = pulled_bytes / self._pulled_share if pulled_bytes else 0
-        disk_bytes, pageable_bytes, link_bytes = self._moved_bytes[min(num_staying, len(self._moved_bytes) - 1)]
+        pulled_bytes, gathered_bytes = 0.0, 0.0
+        if self._pulled_bytes:
+            pulled_bytes = largest(self._pulled_bytes - num_staying * self._slot_bytes, 0)
+            gathered_bytes = pulled_bytes / self._pulled_share
+        disk_bytes, pageable_bytes, link_bytes = self._moved_beside(num_staying)
         flops = _FLOPS_PER_PARAMETER * (self._layer_params * num_tokens + self._other_params * num_rows)
         moved_bytes = _LINK_TOUCHES * link_bytes + _GATHER_TOUCHES * pulled_bytes + num_tokens * self._between_bytes
-        if num_tokens > MOST_FUSED_TOKENS:
-            moved_bytes += num_parts * self._layers_dequantized_bytes
-        if num_rows > MOST_FUSED_TOKENS:
-            moved_bytes += self._others_dequantized_bytes
+        moved_bytes += (num_tokens > MOST_FUSED_TOKENS) * num_parts * self._layers_dequantized_bytes
+        moved_bytes += (num_rows > MOST_FUSED_TOKENS) * self._others_dequantized_bytes
         attention_flops = 2 * _FLOPS_PER_PARAMETER * num_pairs * self._query_width
-        share = 0.0 if is_replayed else _PADDED_LAUNCHES / _LAYER_LAUNCHES if is_padded else num_parts
-        launches = share * self._layer_launches + _SEQUENCE_LAUNCHES * num_rows
+        share = _PADDED_LAUNCHES / _LAYER_LAUNCHES if is_padded else num_parts
+        launches = (1 - is_replayed) * share * self._layer_launches + _SEQUENCE_LAUNCHES * num_rows
         return PassTime(
             num_tokens=num_tokens,
             disk_s=disk_bytes / rates.disk_bytes_per_s,
@@ -249,6 +260,19 @@ class PassClock:
             launch_s=(_PASS_LAUNCHES + launches) * rates.launch_s,
             shares_host=rates.shares_host,
         )
+
+    def _moved_beside(self, num_staying: Any) -> Sequence[Any]:
+        """Return the bytes that a pass moves while so many blocks stay on the device: see `_moved_bytes`."""
+        if hasattr(num_staying, "shape"):
+            return self._moved_columns[:, num_staying.clip(max=len(self._moved_bytes) - 1)]
+        return self._moved_bytes[min(num_staying, len(self._moved_bytes) - 1)]
+
+    @cached_property
+    def _moved_columns(self) -> Any:
+        """`_moved_bytes` as an array of three rows."""
+        import numpy as np
+
+        return np.array(self._moved_bytes).T
 
     def predict(self, request: Request, footprint: Footprint) -> Prediction:
         """Predict a request; uses only ``decode_kv_bytes`` of its footprint."""
