@@ -109,7 +109,7 @@ def search_less(patch: pytest.MonkeyPatch) -> None:
     for module in (job_search, size_search):  # no job is long
         patch.setattr(module, "LONG_S", math.inf)
     for name, points in (
-        *(("_NUM_SPREAD", 12), ("_NUM_ROUGHLY_SPREAD", 10), ("_FEWEST_SPREAD", 6)),
+        *(("_NUM_SPREAD", 12), ("_NUM_ROUGHLY_SPREAD", 10), ("_NUM_SIMULATED", 4)),
         *(("_NUM_ROUGH", 4), ("_NUM_FINE", 8), ("_NUM_HALVINGS", 3)),
     ):
         patch.setattr(size_search, name, points)

@@ -1,5 +1,6 @@
 """What `zinfer plan` says of a whole job: sizes that are as fast as it gets, and figures that add up."""
 
+import contextlib
 import json
 import os
 import random
@@ -21,11 +22,14 @@ from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError, PlanError
 from zinfer.model.outline import read_outline
 from zinfer.planning.advice import job_advice
+from zinfer.planning.job_estimator import PassTimes
 from zinfer.planning.job_plan import Job, JobPlan, SizedJob, plan_sizes
 from zinfer.planning.job_search import plan_forms, plan_job
 from zinfer.planning.plan import Case
 from zinfer.planning.presets import PRESETS
-from zinfer.planning.simulation import Simulations
+from zinfer.planning.simulation import Simulations, passes_of
+from zinfer.planning.size_space import SizeSpace, spread
+from zinfer.planning.trials import Trials
 from zinfer.units import duration
 
 SETTINGS = resolve_settings()
@@ -191,6 +195,57 @@ def seconds_of_all_rows(planned: JobPlan, job: Job) -> float:
     rows = job.sample(sys.maxsize).rows
     simulations = Simulations(rows.prompt_lens, rows.new_tokens, planned.case.outline.spec.common_window)
     return plan_sizes(planned.case, planned.batching, rows, simulations).seconds
+
+
+MIXED = Job(4096, [20 + 37 * i % 500 for i in range(256)], [1 + 13 * i % 60 for i in range(256)])
+SEARCHED = [
+    pytest.param("llama-3-8b", "a100-40gb", {}, id="resident"),
+    pytest.param("opt-30b", "rtx3090", {"kv_cache_tier": "host"}, id="cache in host memory"),
+    pytest.param("llama-3-70b", "rtx4090", {"kv_cache_dtype": "int8"}, id="streamed"),
+]
+
+
+def sized_at(name: str, machine: str, form: dict[str, str], count: int) -> list[tuple[SizedJob, Simulations]]:
+    """The mixed job at so many points of the space that is searched, where it fits, and simulations of a sample."""
+    settings = resolve_settings({"zinfer": {"quantization": {"bits": 4, "group_size": 128}, **form}})
+    case = Case(read_outline(Path(name), settings.dtype, settings.quantization), PRESETS[machine], settings)
+    space, simulations, found = SizeSpace(case, MIXED), MIXED.sample(3_000, 32).simulations(None), []
+    for point in spread(count):
+        with contextlib.suppress(PlanError):
+            sized = SizedJob.of(case, space.sizes(point), MIXED, None)
+            sized.check_longest(MIXED)
+            found.append((sized, simulations))
+    return found
+
+
+@pytest.mark.parametrize(("name", "machine", "form"), SEARCHED)
+def test_the_fastest_sizes_are_among_those_estimated_best(name: str, machine: str, form: dict[str, str]) -> None:
+    found = sized_at(name, machine, form, 48)
+    found.sort(key=lambda each: each[0].estimate_s(MIXED))
+    seconds = [sized.simulate(MIXED, simulations).seconds for sized, simulations in found]
+    assert len(found) > 30
+    assert min(seconds[:8]) <= 1.03 * min(seconds) < 0.5 * max(seconds)
+
+
+@pytest.mark.parametrize(("name", "machine", "form"), SEARCHED)
+def test_all_passes_at_once_take_as_long_as_one_by_one(name: str, machine: str, form: dict[str, str]) -> None:
+    """Also where pages are lent to weights, copied from host memory, and where passes are replayed."""
+    for sized, simulations in sized_at(name, machine, form, 6):
+        passes, times = simulations.under(sized.budget), PassTimes(sized.estimator)
+        sizes = passes_of(run.times(passes.scale) for run in passes.own)
+        expected = sum(times.next(size).seconds for size in sizes)
+        assert sized.estimator.seconds_of(passes) == pytest.approx(expected, rel=0.001)
+
+
+def test_sizes_that_are_estimated_clearly_slower_are_not_simulated() -> None:
+    """Of a short job they are, since captures of its passes decide."""
+    (fast, simulations), *_ = sized_at("llama-3-8b", "a100-40gb", {}, 3)
+    for job, is_simulated in ((MIXED, False), (replace(MIXED, num_rows=64), True)):
+        trials = Trials(fast.case, job.sample(3_000, 32), simulations)
+        assert trials.find(replace(fast.batching, max_sequences=64)) is not None
+        before = trials.num_steps
+        trials.find(replace(fast.batching, max_sequences=8))
+        assert (trials.num_steps > before) is is_simulated
 
 
 @pytest.mark.slow

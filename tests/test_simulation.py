@@ -15,7 +15,7 @@ from zinfer.planning import simulation
 from zinfer.planning.job_estimator import JobEstimator, PassTimes
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.memory import Footprint
-from zinfer.planning.simulation import PassRun, Simulations, in_step, passes_of, simulate, simulate_runs
+from zinfer.planning.simulation import PassRun, RankPasses, Simulations, in_step, passes_of, simulate, simulate_runs
 from zinfer.planning.step_time import PassTime
 from zinfer.scheduling.pass_order import USUAL, PassOrder
 from zinfer.scheduling.schedule import PassSize
@@ -149,7 +149,7 @@ def test_a_run_of_passes_takes_as_long_as_its_passes(*, is_hosted: bool, replaye
     assert replace(found, seconds=0, tokens_per_s=0, busy_s={}) == replace(
         expected, seconds=0, tokens_per_s=0, busy_s={}
     )
-    assert estimator.seconds_of(runs) == pytest.approx(expected.seconds)
+    assert estimator.seconds_of(RankPasses(runs, runs)) == pytest.approx(expected.seconds)
 
 
 def test_passes_of_a_form_are_replayed_once_they_recur() -> None:

@@ -72,6 +72,14 @@ def _form(num_tokens: int, num_samples: int, replayed: tuple[int, ...]) -> Hasha
     return None if padded is None or num_rows > most else (padded, padded_segments(num_samples), True)
 
 
+def _sizes_of(runs: Sequence[PassRun], scale: float) -> Any:
+    """Return an array of the sizes of runs' first passes, and how many pairs more the next has, times ``scale``."""
+    import numpy as np
+
+    sizes = np.array([(*run.first, run.num_more_pairs) for run in runs])
+    return sizes if scale == 1 else np.rint(scale * sizes).astype(np.int64)
+
+
 @dataclass(frozen=True)
 class JobEstimator:
     """Predicts the time of passes, simulated or computed ones.
@@ -150,7 +158,7 @@ class JobEstimator:
             other = lengths, news
         simulations = Simulations(prompt_lens, each, self.window, other=other, num_ranks=self.num_ranks)
         passes = simulations.under(self.budget, self.order)
-        return self.of_runs(passes.together, passes.own)
+        return self.of_simulated(passes)
 
     def of_rest(self, prompt_lens: Sequence[int], new_tokens: Sequence[int], missing: Set[int]) -> JobPrediction:
         """Predict the passes in which missing prompts take part, beside others whose tokens are known.
@@ -166,23 +174,31 @@ class JobEstimator:
         found = self.of_runs(runs)
         return replace(found, tokens_per_s=sum(new_tokens[number] for number in missing) / found.seconds)
 
-    def counting(self, passes: RankPasses) -> list[PassRun]:
+    def of_simulated(self, passes: RankPasses) -> JobPrediction:
+        """Predict simulated passes; of ranks in step those that they make together, and the tokens of one."""
+        return self.of_runs(self._counting(passes), passes.own, passes.scale)
+
+    def seconds_of(self, passes: RankPasses) -> float:
+        """Return the seconds of simulated passes; as `of_simulated`."""
+        seconds: Any = self._times_of(self._counting(passes), passes.scale).seconds
+        return float(seconds.sum())
+
+    def _counting(self, passes: RankPasses) -> list[PassRun]:
         """Return the passes whose time counts: those of all ranks, if they make them together."""
         return passes.own if self.num_ranks == 1 else passes.together
-
-    def seconds_of(self, runs: Sequence[PassRun]) -> float:
-        """Return the seconds of runs of passes; as `of_runs`."""
-        return float(self._times_of(runs).seconds.sum())
 
     def of_passes(self, sizes: Sequence[PassSize]) -> JobPrediction:
         """Predict passes of these sizes. Raises ConfigError if there are none."""
         return self.of_runs([*map(PassRun, sizes)])
 
-    def of_runs(self, runs: Sequence[PassRun], own: Sequence[PassRun] | None = None) -> JobPrediction:
+    def of_runs(
+        self, runs: Sequence[PassRun], own: Sequence[PassRun] | None = None, scale: float = 1.0
+    ) -> JobPrediction:
         """Predict runs of passes.
 
         Args:
             own: those of one rank, whose tokens count, if ``runs`` are of ranks in step.
+            scale: how many times as large each pass is.
 
         Raises:
             ConfigError: there are no passes.
@@ -191,46 +207,50 @@ class JobEstimator:
             raise ConfigError("no pass was computed yet, so none can be predicted")
         import numpy as np
 
-        times = self._times_of(runs)
-        names, terms = list(times.terms), np.stack(np.broadcast_arrays(*times.terms.values()))
+        times = self._times_of(runs, scale)
+        names, terms = list(times.terms), np.stack(np.broadcast_arrays(times.num_tokens, *times.terms.values())[1:])
         slowest = np.bincount(terms.argmax(axis=0), minlength=len(names))  # how many passes each resource limits
         seconds, num_passes = float(terms.max(axis=0).sum()), int(slowest.sum())
         own = runs if own is None else own
+        sizes, counts = _sizes_of(own, scale), np.array([run.num_passes for run in own])
         return JobPrediction(
             seconds=seconds,
             num_passes=num_passes,
-            tokens_per_pass=sum(run.num_passes * run.first.num_tokens for run in own) / num_passes,
-            tokens_per_s=sum(run.num_passes * run.first.num_samples for run in own) / seconds,
+            tokens_per_pass=int(counts @ sizes[:, 0]) / num_passes,
+            tokens_per_s=int(counts @ sizes[:, 1]) / seconds,
             bottleneck=resource_name(names[slowest.argmax()], on_host=times.shares_host),
-            most_together=max(run.first.num_samples for run in own),
+            most_together=int(sizes[:, 1].max()),
             busy_s=dict(zip(names, terms.sum(axis=1).tolist(), strict=True)),
         )
 
-    def _times_of(self, runs: Sequence[PassRun]) -> PassTime:
-        """Return the times of all passes, one after the other, as arrays; each is launched or replayed as in `PassTimes`."""
+    def _times_of(self, runs: Sequence[PassRun], scale: float) -> PassTime:
+        """Return arrays of the times of all passes, in their order, each launched or replayed as in `PassTimes`."""
         import numpy as np
 
-        counts = np.array([run.num_passes for run in runs])
+        sizes, counts = _sizes_of(runs, scale), np.array([run.num_passes for run in runs])
         places = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        sizes = (np.repeat(column, counts) for column in np.array([run.first for run in runs]).T)
-        num_tokens, num_samples, num_context, num_lent, num_pairs = sizes
-        num_context += places * num_tokens
-        num_pairs += places * np.repeat([run.num_more_pairs for run in runs], counts)
-        size = PassSize(num_tokens, num_samples, num_context, num_lent, num_pairs)
-        seen = np.repeat(self._seen_before(runs), counts) + places
+        columns: Any = (np.repeat(column, counts) for column in sizes.T)
+        tokens, samples, context, lent, pairs, more_pairs = columns
+        size = PassSize(tokens, samples, context + places * tokens, lent, pairs + places * more_pairs)
+        if self.replayed is None:
+            return self.time_of(size, is_replayed=False)._replace(num_tokens=tokens)
+        seen = np.repeat(self._seen_before(sizes[:, :2].tolist(), counts.tolist()), counts) + places
         found = self.time_of(size, is_replayed=seen > PATIENCE)
         captures = 1 + (PATIENCE - 1) * (seen == PATIENCE)
-        return found._replace(num_tokens=num_tokens, launch_s=found.launch_s * captures)
+        return found._replace(num_tokens=tokens, launch_s=found.launch_s * captures)
 
-    def _seen_before(self, runs: Sequence[PassRun]) -> list[int]:
-        """Return how many passes of its form precede each run; of those without a form so few that none is captured."""
-        if self.replayed is None:
-            return [_NEVER] * len(runs)
+    def _seen_before(self, sizes: Sequence[tuple[int, int]], counts: Sequence[int]) -> list[int]:
+        """Return how many passes of its form precede each run; fewer than none where nothing is captured.
+
+        Args:
+            sizes: tokens and samples of each run's passes.
+            counts: how many they are.
+        """
         seen, found = Counter[Hashable](), []
-        for run in runs:
-            form = self.form_of(run.first)
+        for (num_tokens, num_samples), count in zip(sizes, counts, strict=True):
+            form = self.form_of(PassSize(num_tokens, num_samples, 0))
             found.append(_NEVER if form is None else seen[form])
-            seen[form] += run.num_passes
+            seen[form] += count
         return found
 
     def _pass_seconds(self, num_tokens: int) -> float:

@@ -21,6 +21,7 @@ from zinfer.planning.plan import Case
 from zinfer.planning.simulation import RankPasses, Simulations, simulated_ranks
 from zinfer.scheduling.page_allocator import check_pages
 from zinfer.scheduling.schedule import PassSize
+from zinfer.scheduling.workload import WorkSums
 
 ROWS_TOGETHER: Final = 4096
 """Default batch size of a job, in rows. Four times the default of sequences at once, because the last rows of a batch
@@ -74,6 +75,11 @@ class Job:
     def longest(self) -> tuple[int, int]:
         """Prompt length and new tokens of the longest row in the sample."""
         return max(zip(self.prompt_lens, self.new_tokens, strict=True), key=sum)
+
+    @cached_property
+    def means(self) -> tuple[float, float, float]:
+        """Mean tokens of a prompt, new tokens, and pairs of a prompt's tokens, of a row in the sample."""
+        return fmean(self.prompt_lens), fmean(self.new_tokens), fmean(n * (n + 1) / 2 for n in self.prompt_lens)
 
     def part(self, count: int) -> "Job":
         """Return the part of one group of ranks, of so many groups."""
@@ -181,7 +187,7 @@ class JobPlan:
     @cached_property
     def simulated(self) -> JobPrediction:
         """Prediction for the rows that share passes; a search asks for that of few plans."""
-        return self.estimator.of_runs(self.estimator.counting(self.passes), self.passes.own).repeated(self.repeats)
+        return self.estimator.of_simulated(self.passes).repeated(self.repeats)
 
     @property
     def predicted(self) -> JobPrediction:
@@ -276,6 +282,33 @@ class SizedJob:
         num_lent = self.budget.num_pages if self.budget.lends else 0
         return self.estimator.time_of(PassSize(1, 1, 2, num_lent)).seconds
 
+    def estimate_s(self, job: Job) -> float:
+        """Return about what `simulate` would, by sums over the rows: for comparing sizes.
+
+        As many rows run together as the cache holds on average. Their passes are of two kinds, those with prompts, each
+        with as many tokens as the scheduler's pace, and those of decodes alone. All that can be replayed are.
+        """
+        budget, num_rows = self.budget, min(job.num_rows, ROWS_TOGETHER)
+        prompt, new, pairs = job.means
+        row_pages = (prompt + new / 2) / budget.page_size + 0.5  # its last page is half full
+        sums = WorkSums(num_rows, math.ceil(num_rows * row_pages), round(num_rows * prompt), round(num_rows * new))
+        together = max(sums.num_together(budget.num_pages, min(budget.max_sequences, budget.tokens_per_pass)), 1)
+        tokens = min(self.estimator.most_tokens, sums.pace(budget.num_pages, budget.max_sequences))
+        longest = max(job.new_tokens)
+        # The last rows decode alone, unless these are the shortest.
+        last = longest / 2 if budget.order == "arrival" and together < num_rows else 0
+        num_passes = max((sums.num_prompt + sums.num_new) / tokens, sums.num_new / together + last, longest)
+        decodes = sums.num_new / num_passes
+        with_prompts = min(sums.num_prompt / max(tokens - decodes, 1), num_passes)
+        seconds = 0.0
+        for count, prompts in ((with_prompts, sums.num_prompt / with_prompts), (num_passes - with_prompts, 0.0)):
+            context = round(decodes * (prompt + new / 2) + prompts / 2)
+            size = PassSize(
+                round(decodes + prompts) or 1, round(decodes) or 1, context, num_pairs=round(pairs * prompts / prompt)
+            )
+            seconds += count * self.estimator.time_of(size).seconds
+        return seconds * job.num_rows / num_rows
+
     def simulate(self, job: Job, simulations: Simulations, most_s: float = math.inf) -> JobPlan:
         """Return the plan with the predicted seconds of a sample's passes.
 
@@ -286,7 +319,7 @@ class SizedJob:
         repeats = simulations.repeats(self.budget)
         most_passes = most_s / num_batches / repeats / self._least_pass_s
         passes = simulations.under(self.budget, estimator.order, most_passes)
-        seconds = estimator.seconds_of(estimator.counting(passes)) * repeats * num_batches
+        seconds = estimator.seconds_of(passes) * repeats * num_batches
         case, batching, budget, plan = self.case, self.batching, self.budget, self.plan
         return JobPlan(case, batching, budget, plan, job, passes, repeats, seconds, simulations, estimator)
 

@@ -3,14 +3,13 @@
 [Note: how it is searched]
 The forms of the KV cache, its memory and its dtype, are few, and each is searched by itself. In a form there are four
 sizes, bytes of the cache, sequences at once, tokens a pass and the order of admission: points of a cube
-(`zinfer.planning.size_space`). Points spread evenly over it are simulated with few rows, then points near the best of
-them, and the best of those with more rows, with points ever nearer to the best. Each stage leaves out the forms that
-fell behind. The best few plans are simulated once more with more rows: a small sample tells little of the longest ones,
-with which a job ends, and in an n-th of the cache other numbers of rows may fit than in all of it. No simulation is so
-slow that a plan takes more than seconds: where they are long, fewer points are tried.
+(`zinfer.planning.size_space`). Points spread evenly over it are estimated, and the best of them simulated with few
+rows; then points near the best of these, and the best of those with more rows, with points ever nearer to the best.
+Each stage leaves out the forms that fell behind. The best few plans are simulated once more with more rows: a small
+sample tells little of the longest ones, with which a job ends, and in an n-th of the cache other numbers of rows may
+fit than in all of it. A plan takes about a second: where simulations are long, fewer points are tried.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, Literal
@@ -29,14 +28,16 @@ _FEW_ROWS: Final = 32
 _SAMPLE_STEPS: Final = 12_000
 _ROUGH_SAMPLE_STEPS: Final = 6_000
 _FINAL_STEPS: Final = 40_000
-_NUM_FINAL: Final = 8
-_LONG_STEPS: Final = 120_000
+_NUM_FINAL: Final = 5
+_LONG_STEPS: Final = 80_000
 _NUM_LONG: Final = 3
 _LEAST_GAIN: Final = 1.02  # for which a cache in host memory, or in another dtype, is chosen
-# Times the seconds of the best form: others are not searched further, after each stage with few rows, then with more.
-_MOST_BEHIND_WIDE: Final = 1.6
-_MOST_BEHIND_NEAR: Final = 1.25
+# Times the seconds of the best form: others are not searched further, after each stage.
+_MOST_BEHIND_ESTIMATED: Final = 1.5
+_MOST_BEHIND_WIDE: Final = 1.3
+_MOST_BEHIND_NEAR: Final = 1.15
 _MOST_BEHIND: Final = 1.06
+_NUM_FORMS: Final = 2  # that are searched further with more rows
 
 
 def plan_job(case: Case, job: Job, *, is_rough: bool = False) -> JobPlan:
@@ -69,15 +70,19 @@ def plan_forms(case: Case, job: Job, *, is_rough: bool = False) -> list[JobPlan]
     searches = [
         SizeSearch(SizeSpace(form, job), Trials(form, *few), Trials(form, *more), is_rough=is_rough) for form in forms
     ]
-    for look, most_behind in ((SizeSearch.look_wide, _MOST_BEHIND_WIDE), (SizeSearch.look_near, _MOST_BEHIND_NEAR)):
+    for look, most_behind in (
+        (SizeSearch.estimate, _MOST_BEHIND_ESTIMATED),
+        (SizeSearch.look_wide, _MOST_BEHIND_WIDE),
+        (SizeSearch.look_near, _MOST_BEHIND_NEAR),
+        (SizeSearch.look_close, _MOST_BEHIND),
+    ):
         for search in searches:
             look(search)
         least_s = min(search.best_s for search in searches)
         searches = [search for search in searches if search.best_s <= least_s * most_behind]
     found: list[tuple[JobPlan, SizeSearch]] = []
-    for search in sorted(searches, key=lambda search: search.best_s):
-        most_s = min((planned.seconds for planned, _ in found), default=math.inf) * _MOST_BEHIND
-        planned = search.fastest(most_s)
+    for search in sorted(searches, key=lambda search: search.best_s)[:_NUM_FORMS]:
+        planned = search.fastest()
         found += [] if planned is None else [(planned, search)]
     if not found:
         return [_usual(forms[0], *more)]
@@ -153,5 +158,4 @@ def _forms(case: Case) -> Iterator[Case]:
         dtypes.append("int8")
     for tier in open_tiers(case):
         for dtype in dtypes:
-            batching = replace(stated, kv_cache_tier=tier, kv_cache_dtype=dtype)
-            yield replace(case, settings=replace(case.settings, batching=batching))
+            yield case.with_batching(replace(stated, kv_cache_tier=tier, kv_cache_dtype=dtype))

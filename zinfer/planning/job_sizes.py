@@ -99,7 +99,7 @@ def choose_sizes(
 
 def _as_large_as_passes(planned: JobPlan) -> JobPlan:
     """Return the plan with no more tokens a pass than its passes have: activations of more take memory for nothing."""
-    most = max(run.first.num_tokens for run in planned.passes.own)
+    most = planned.passes.most_tokens
     if most >= planned.budget.tokens_per_pass:
         return planned
     batching = replace(planned.batching, tokens_per_pass=most, kv_cache_memory=planned.budget.kv_bytes)

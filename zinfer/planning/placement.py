@@ -61,7 +61,7 @@ class Plan:
         """Whether nothing streams but what ranks have of each other."""
         return self.num_blocks(Tier.DEVICE) == len(self.homes)
 
-    @property
+    @cached_property
     def useful_slots(self) -> int:
         """Number of slots that keeps disk and link busy.
 
@@ -125,7 +125,7 @@ class Placer:
     def place(self, limits: MachineLimits) -> Plan:
         """Place every block within the budgets; the same plan object for the same placement. Raises as `make_plan`."""
         states_depth = _states_depth(self._settings)
-        least, most = _slot_range(self._blocks, self._layers, self._settings)
+        least, most = self._slot_range
         shallow = self._plan(least, limits)
         if not states_depth:
             most = min(most, shallow.useful_slots)
@@ -137,6 +137,10 @@ class Placer:
             if states_depth or num_slots <= deep.useful_slots:
                 return deep
         return shallow
+
+    @cached_property
+    def _slot_range(self) -> tuple[int, int]:
+        return _slot_range(self._blocks, self._layers, self._settings)
 
     def _plan(self, num_slots: int, limits: MachineLimits) -> Plan:
         key = num_slots, limits.on_cuda

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zinfer.config import Settings
+from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError, PlanError
 from zinfer.model.outline import Outline
 from zinfer.offload.block import Tier
@@ -49,6 +50,12 @@ class Case:
     def within(self, limits: MachineLimits) -> "Case":
         """Return the case for other budgets of the machine."""
         return replace(self, machine=replace(self.machine, limits=limits))
+
+    def with_batching(self, batching: Batching) -> "Case":
+        """Return the case with other sizes of batches; both keep what depends on the weights alone in one place."""
+        other = replace(self, settings=replace(self.settings, batching=batching))
+        vars(other).update(weights=self.weights, _placer=self._placer, _work=self._work, _clocks=self._clocks)
+        return other
 
     def place(self, limits: MachineLimits) -> Plan:
         """Place all blocks; raises like `zinfer.planning.placement.make_plan`."""

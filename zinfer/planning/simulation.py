@@ -63,14 +63,7 @@ class PassRun(NamedTuple):
 
 
 def _times(size: PassSize, scale: float) -> PassSize:
-    tokens, samples, context, lent, pairs = size  # field by field, since most passes of most simulations come here
-    return PassSize(
-        round(scale * tokens),
-        round(scale * samples),
-        round(scale * context),
-        round(scale * lent) if lent else 0,
-        round(scale * pairs) if pairs else 0,
-    )
+    return PassSize(*(round(scale * number) for number in size))
 
 
 def passes_of(runs: Iterable[PassRun]) -> list[PassSize]:
@@ -438,18 +431,27 @@ def in_step(passes: Sequence[list[PassSize]], num_ranks: int, scale: float = 1.0
 
 
 class RankPasses(NamedTuple):
-    """Simulated passes in runs: those of one rank, and those that all ranks make together, the same of one alone."""
+    """Simulated passes in runs: those of one rank, and those that all ranks make together, the same of one alone.
+
+    Each is ``scale`` times as large as it says.
+    """
 
     own: list[PassRun]
     together: list[PassRun]
+    scale: float = 1.0
 
     @classmethod
     def of(cls, ranks: Sequence[list[PassRun]], num_ranks: int, scale: float) -> "RankPasses":
         """Return the passes of a sample, so many times as large."""
-        own = ranks[0] if scale == 1 else [run.times(scale) for run in ranks[0]]
         if len(ranks) == 1:
-            return cls(own, own)
-        return cls(own, [*map(PassRun, in_step([passes_of(runs) for runs in ranks], num_ranks, scale))])
+            return cls(ranks[0], ranks[0], scale)
+        together = in_step([passes_of(runs) for runs in ranks], num_ranks, scale)
+        return cls([run.times(scale) for run in ranks[0]], [*map(PassRun, together)])
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest pass of the rank."""
+        return round(self.scale * max(run.first.num_tokens for run in self.own))
 
 
 class Simulations:

@@ -1,4 +1,4 @@
-"""`SizeSearch`: finds the fastest sizes of a job in one form of the KV cache, by simulations. Pure."""
+"""`SizeSearch`: finds the fastest sizes of a job in one form of the KV cache, by estimates and simulations. Pure."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -16,28 +16,27 @@ from zinfer.planning.size_space import (
     spread,
     with_other_caches,
 )
-from zinfer.planning.trials import Trials
+from zinfer.planning.trials import SHORT_S, Trials
 
 LONG_S: Final = 120.0
 """Seconds of jobs for which a plan may take a few seconds more."""
 _NUM_SPREAD: Final = 48
 _NUM_ROUGHLY_SPREAD: Final = 16
-_SPREAD_STEPS: Final = 300_000  # of simulations
-_FEWEST_SPREAD: Final = 16  # however long they take
+_NUM_SIMULATED: Final = 8  # of those, the ones that are estimated best; of short jobs all
 _NUM_KEPT: Final = 3
 _NUM_ROUGH: Final = 8  # points tried around each of them, or half as many if they take long
 _ROUGH_STEPS: Final = 50_000
 _NUM_FINE: Final = 24
-_FINE_STEPS: Final = 400_000
+_FINE_STEPS: Final = 250_000
 _ROUGHLY_FINE_STEPS: Final = 40_000
-_NUM_HALVINGS: Final = 6
+_NUM_HALVINGS: Final = 4
 _WIDTH: Final = 0.3
 _WIDER: Final = 1.4  # after a faster point
 _NARROWER: Final = 0.85  # after one that is not
 
 
 class SizeSearch:
-    """The search in one form of the KV cache: wide with few rows, then near the best points, at last with more rows.
+    """The search in one form of the KV cache: wide by estimates, near the best with few rows, at last with more rows.
 
     Args:
         space: the sizes.
@@ -45,7 +44,7 @@ class SizeSearch:
         more: trials with more rows; their plans are returned.
         is_rough: try fewer points.
 
-    ``best_s``: the seconds of the best point with few rows; infinite: nothing fits.
+    ``best_s``: the seconds of the best point, estimated or with few rows; infinite: nothing fits.
     """
 
     def __init__(self, space: SizeSpace, few: Trials, more: Trials, *, is_rough: bool) -> None:
@@ -55,36 +54,41 @@ class SizeSearch:
         self._kept: list[Point] = []
         self.best_s = math.inf
 
+    def estimate(self) -> None:
+        """Estimate points of the whole space, evenly spread."""
+        points = (CORNER, FEW_SEQUENCES, SMALL_PASSES, *spread(self._num_spread))
+        estimates = {point: self._few.estimate(self._space.sizes(point)) for point in points}
+        self._kept = sorted(points, key=estimates.__getitem__)
+        self.best_s = estimates[self._kept[0]]
+        if self.best_s > SHORT_S:
+            self._kept = self._kept[:_NUM_SIMULATED]
+
     def look_wide(self) -> None:
-        """Try points of the whole space, evenly spread; the fewer, the longer their simulations take."""
-        tried: list[Point] = []
-        for point in (CORNER, FEW_SEQUENCES, SMALL_PASSES, *spread(self._num_spread)):
-            if len(tried) < _FEWEST_SPREAD or self._few.num_steps < _SPREAD_STEPS:
-                self._seconds(point, self._few)
-                tried.append(point)
-        self._keep(tried)
+        """Try the points that are estimated best."""
+        self._keep(self._kept)
 
     def look_near(self) -> None:
         """Try points near the best ones."""
         self._keep([self._improved(point, self._few, _NUM_ROUGH, _ROUGH_STEPS) for point in self._kept])
 
-    def fastest(self, most_s: float) -> JobPlan | None:
-        """Return the fastest plan; None: no point fits with more rows.
-
-        Args:
-            most_s: if the best point takes more, others near it are not tried.
-        """
+    def look_close(self) -> None:
+        """Simulate the best points with more rows, in either order of admission."""
         starts = [each for point in self._kept for each in (point, in_other_order(point))]
-        best = self._best(starts, self._more)
-        if self._seconds(best, self._more) <= most_s:
-            near_best = self._improved(best, self._more, _NUM_FINE, self._fine_steps)
-            is_long = self._seconds(near_best, self._more) > LONG_S
-            # Where all rows are computed in a few turns, a little less cache may be worse, and less still better again.
-            points = [near_best, *with_other_caches(near_best), *(self._far(near_best) if is_long else ())]
-            best = self._filled(self._best(points, self._more), self._more)
-            if is_long and best != near_best:
-                best = self._improved(best, self._more, _NUM_FINE, self._fine_steps // 2)
-                best = self._best([best, in_other_order(best)], self._more)
+        self._close = self._best(starts, self._more)
+        self.best_s = self._seconds(self._close, self._more)
+
+    def fastest(self) -> JobPlan | None:
+        """Return the fastest plan near the best point; None: no point fits with more rows."""
+        if self.best_s == math.inf:
+            return None
+        near_best = self._improved(self._close, self._more, _NUM_FINE, self._fine_steps)
+        is_long = self._seconds(near_best, self._more) > LONG_S
+        # Where all rows are computed in a few turns, a little less cache may be worse, and less still better again.
+        points = [near_best, *with_other_caches(near_best), *(self._far(near_best) if is_long else ())]
+        best = self._filled(self._best(points, self._more), self._more)
+        if is_long and best != near_best:
+            best = self._improved(best, self._more, _NUM_FINE, self._fine_steps // 2)
+            best = self._best([best, in_other_order(best)], self._more)
         return self._more.find(self._space.sizes(best))
 
     @property
@@ -127,8 +131,8 @@ class SizeSearch:
         planned = self._more.find(self._space.sizes(point))
         if planned is not None:
             few = self._space.with_sequences(point, planned.simulated.most_together)
-            for each in (few, in_other_order(few), (point[0], few[1], *point[2:])):
-                yield from (each, *(other for other in with_other_caches(each) if other[0] > each[0]))
+            yield from (in_other_order(few), (point[0], few[1], *point[2:]))
+            yield from (few, *(other for other in with_other_caches(few) if other[0] > few[0]))
 
     def _filled(self, point: Point, trials: Trials) -> Point:
         """Return the point with the largest cache that still leaves all weights on the device, if they are there.

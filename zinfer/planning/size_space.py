@@ -30,8 +30,7 @@ _FEWEST_SEQUENCES: Final = 8
 _SMALL: Final = 64  # sequences, which are tried however many the cache holds: see FEW_SEQUENCES
 _MOST_TIMES_HELD: Final = 12  # those with few tokens yet take little of the cache
 _TIMES_TAKEN: Final = (0.2, 16)  # the tokens of a pass that its sequences take
-_CACHE_STEP: Final = 0.03
-_CACHE_STEPS: Final = 6
+_CACHE_STEPS: Final = (0.01, 0.02, 0.04, 0.08, 0.12, 0.18)
 _NUM_PLACES: Final = 200
 _STRIDES: Final = (0.8566749, 0.7338918, 0.6287067, 0.5385973)  # powers of 1 / 1.16730398: they fill a cube evenly
 
@@ -136,7 +135,7 @@ def near(center: Point, number: int, width: float) -> Point:
 
 def with_other_caches(point: Point) -> Iterator[Point]:
     """Yield the point with smaller and larger caches, from about half to twice the bytes."""
-    places = (point[0] + _CACHE_STEP * number for number in range(-_CACHE_STEPS, _CACHE_STEPS + 1) if number)
+    places = (point[0] + sign * step for sign in (-1, 1) for step in _CACHE_STEPS)
     return ((place, *point[1:]) for place in places if 0 <= place <= 1)
 
 

@@ -261,7 +261,7 @@ class PassClock:
             shares_host=rates.shares_host,
         )
 
-    def _moved_beside(self, num_staying: Any) -> Sequence[Any]:
+    def _moved_beside(self, num_staying: Any) -> Any:
         """Return the bytes that a pass moves while so many blocks stay on the device: see `_moved_bytes`."""
         if hasattr(num_staying, "shape"):
             return self._moved_columns[:, num_staying.clip(max=len(self._moved_bytes) - 1)]
