@@ -103,25 +103,25 @@ def test_a_job_has_one_prediction(
     assert f"{took.split(' for ')[0]}" in result.stdout
 
 
-def test_the_time_of_the_summary_is_the_process_own(model: Path, prompts: Path, output: Path) -> None:
+@pytest.mark.parametrize("command", ["run", pytest.param("bench", marks=pytest.mark.slow)])
+def test_the_time_of_the_summary_is_the_process_own(command: str, model: Path, prompts: Path, output: Path) -> None:
     """From its start, with the imports and the end, by the clock of the one that started it."""
     code = (
         "import atexit, sys, time; atexit.register(lambda: print(time.monotonic(), file=sys.stderr)); "
         "from zinfer.cli import main; main()"
     )
-    job = ["run", "--model", str(model), "--input", str(prompts), "--output", str(output)]
-    bench = ["bench", "--model", str(model), "--rows", "3", "--prompt-len", "4", "--new-tokens", "2"]
-    for words in (job, bench):
-        began_s = time.monotonic()
-        command = [sys.executable, "-c", code, *words, "--device", "cpu", "--json"]
-        child = subprocess.run(command, capture_output=True, text=True, check=True)
-        said, lived_s = json.loads(child.stdout), float(child.stderr.splitlines()[-1]) - began_s
-        phases = ["starting", "checking", "planning", "loading", "first pass", "passes", "end"]
-        assert list(said["phase_s"])[:2] == phases[:2]
-        assert set(phases) <= set(said["phase_s"])
-        assert sum(said["phase_s"].values()) == pytest.approx(said["wall_s"])
-        assert said["wall_s"] == pytest.approx(lived_s, abs=0.3)
-        assert said["phase_s"]["starting"] + said["phase_s"]["passes"] < said["wall_s"] <= lived_s + 0.02
+    job = ["--input", str(prompts), "--output", str(output)]
+    bench = ["--rows", "3", "--prompt-len", "4", "--new-tokens", "2"]
+    words = [command, "--model", str(model), *(job if command == "run" else bench), "--device", "cpu", "--json"]
+    began_s = time.monotonic()
+    child = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    said, lived_s = json.loads(child.stdout), float(child.stderr.splitlines()[-1]) - began_s
+    phases = ["starting", "checking", "planning", "loading", "first pass", "passes", "end"]
+    assert list(said["phase_s"])[:2] == phases[:2]
+    assert set(phases) <= set(said["phase_s"])
+    assert sum(said["phase_s"].values()) == pytest.approx(said["wall_s"])
+    assert said["wall_s"] == pytest.approx(lived_s, abs=0.3)
+    assert said["phase_s"]["starting"] + said["phase_s"]["passes"] < said["wall_s"] <= lived_s + 0.02
 
 
 def test_the_summary_says_why_rows_failed(model: Path, output: Path, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def launched(job: Job, when: str = "", most_stopped_s: int = STOPPED_S) -> Proce
     return start(job.words, job.folder, warm=True, prepare=prepare, variables=variables)
 
 
-@pytest.mark.parametrize("command", ["run", "bench"])
+@pytest.mark.parametrize("command", ["run", pytest.param("bench", marks=pytest.mark.slow)])
 def test_ranks_are_forked_from_one_process_that_has_imported_all_and_opened_no_gpu(job: Job, command: str) -> None:
     device = "cpu" if torch.cuda.device_count() == 1 else "auto"
     bench = ["bench", "--model", "model", "--rows", "4", "--prompt-len", "4", "--new-tokens", "2", "--ranks", "2"]
