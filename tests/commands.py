@@ -195,6 +195,15 @@ def _customize() -> None:
             return
 
 
+def give_stdin(text: str) -> None:
+    """A preparation: let a pipe with this text, at most 64 KiB, be the process's stdin."""
+    out_end, in_end = os.pipe()
+    os.write(in_end, text.encode())
+    os.close(in_end)
+    os.dup2(out_end, 0)
+    sys.stdin = os.fdopen(0, closefd=False)
+
+
 def forget_garbage() -> None:
     """Nothing that the server has imported is garbage: no collection of a process that it forks walks through that."""
     gc.freeze()

@@ -360,13 +360,13 @@ def test_weights_are_read_while_modules_are_imported(tmp_path: Path) -> None:
     model = letters_model(tmp_path / "model")
     (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [5, 6], "max_new_tokens": 1}\n')
     code = (
-        "import sys, threading; from zinfer.cli import main\n"
+        "import os, sys, threading; from zinfer.cli import main\n"
         "started, start = [], threading.Thread.start\n"
         "def noting(thread): started.append(thread.name); start(thread)\n"
         "threading.Thread.start = noting\n"
         "class Watch:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'torch': print(*started, file=sys.stderr)\n"
+        "        if name == 'torch': print(*started, file=sys.stderr, flush=True); os._exit(0)\n"
         "sys.meta_path.insert(0, Watch()); main()"
     )
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]

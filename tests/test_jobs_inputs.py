@@ -2,13 +2,12 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import give_stdin, start
 from jobs_run_support import job, model, never_made, output
 from jobs_support import read_rows, write_rows
 
@@ -239,19 +238,15 @@ def test_a_job_goes_on_with_a_converted_input_and_keeps_columns(name: str, model
     )
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ordered", [False, True])
-def test_stdin_and_stdout_carry_rows_alone(ordered: bool, model: Path) -> None:
+def test_stdin_and_stdout_carry_rows_alone(ordered: bool, model: Path, tmp_path: Path) -> None:
     words = ["run", "--model", str(model), "--input", "-", "--output", "-", "--device", "cpu", "--max-tokens", "4"]
     rows = [{"id": number, "prompt": "abc"[: 3 - number % 3], "tag": number} for number in range(6)]
-    ran = subprocess.run(
-        [sys.executable, "-m", "zinfer", *words, *(["--ordered"] if ordered else [])],
-        input="".join(json.dumps(row) + "\n" for row in rows),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    ran = start([*words, *(["--ordered"] if ordered else [])], tmp_path, warm=True, prepare=(give_stdin, (text,)))
+    out, said = ran.communicate(timeout=60)
+    assert ran.returncode == 0, said
+    found = [json.loads(line) for line in out.splitlines()]
     assert {row["id"]: row["tag"] for row in found} == {number: number for number in range(6)}
     assert not ordered or [row["id"] for row in found] == [*range(6)]
-    assert "6 done, 0 failed" in ran.stderr
+    assert "6 done, 0 failed" in said
