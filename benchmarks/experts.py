@@ -2,13 +2,18 @@
 
     python benchmarks/experts.py [--models qwen3,mixtral] [--tokens 1,16,512,1024,4096]
                                  [--formats full,int8,int4-128] [--dtype bfloat16] [--tune] [--out FILE]
+    python benchmarks/experts.py --models deepseek-v3 --tokens 8,512,4096,16384,40960 --formats fp8-blocks,int4-128
+    python benchmarks/experts.py --models gpt-oss --tokens 8,512,4096,16384 --formats mxfp4,nvfp4
 
 ``of_copy`` is the rate at which our kernel reads and writes the necessary bytes (matrices of experts that have tokens,
 once, inputs and outputs), as a share of a copy's rate in the same run; ``tflops`` the multiplications per second;
 ``over_torch`` the time of torch's grouped product with full bfloat16 weights over ours, whatever format ours have, with
 tokens already in the order of experts; ``over_gathering`` the same with torch's gather and scatter, from tokens in
-their own order to pairs in theirs, like ours. The lines of ``torch`` have both times. ``groups`` is the time of sorting
-tokens by expert. Every call has tokens of other experts, so that their bytes are read from memory.
+their own order to pairs in theirs, like ours. ``of_dense`` is the share of the rate at which torch multiplies as many
+tokens as there are pairs, 16,384 at the most, with one full matrix. ``codes_us`` and ``decoded_us`` are the times of
+both ways with quantized matrices, of which `grouped_linear` takes one. The lines of ``torch`` have both times.
+``groups`` is the time of sorting tokens by expert. Every call has tokens of other experts, so that their bytes are read
+from memory.
 
 --tune measures the candidates of kernel_tiles.py instead, for the same tokens, and prints the best of those with
 correct sums.
@@ -19,7 +24,7 @@ Results are checked first. The last line is JSON.
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -27,7 +32,13 @@ from typing import Final
 import torch
 from device_clock import copy_bytes_per_s, graph_seconds, num_copies
 from kernel_cases import (
+    BLOCKS_FP8,
+    DEEPSEEK_V3,
+    GPT_OSS_120B,
     MIXTRAL_8X7B,
+    MXFP4,
+    MXFP8,
+    NVFP4,
     QWEN3_30B_A3B,
     Mixture,
     grouped_allowed_error,
@@ -42,44 +53,68 @@ from torch.nn import functional
 from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
+    decoded_linear,
     grouped_linear,
     grouped_linear_kernel,
     grouped_linear_ref,
 )
 from zinfer.kernels.grouped_tiles import block_tokens_for, table_of
-from zinfer.kernels.quantized import QuantFormat
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.kernels.scaled_linear import can_scale, scaled_experts
 
-MODELS: Final = {"qwen3": QWEN3_30B_A3B, "mixtral": MIXTRAL_8X7B}
+MODELS: Final = {
+    "qwen3": QWEN3_30B_A3B,
+    "mixtral": MIXTRAL_8X7B,
+    "deepseek-v3": DEEPSEEK_V3,
+    "gpt-oss": GPT_OSS_120B,
+}
 FORMATS: Final = {
     "full": None,
     "int8": QuantFormat(8),
     "int8-128": QuantFormat(8, group_size=128),
     "int4-128": QuantFormat(4, group_size=128),
     "int4-128-asymmetric": QuantFormat(4, group_size=128, symmetric=False),
+    "fp8-blocks": BLOCKS_FP8,
+    "mxfp8": MXFP8,
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
 }
 _GATE: Final = (Mixture(7, 3, 192, 512), Mixture(40, 4, 512, 768))
 _GROUPINGS: Final = 4
+_FEWEST_DECODED: Final = 32  # tokens an expert that dequantizing matrices first is tried with
+_MOST_DENSE: Final = 16384
 
 
 def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
     """The gate: products with every format are those of float64."""
     for name in names:
-        for mixture in _GATE:
+        for mixture in filter(partial(can_stack, FORMATS[name]), _GATE):
             weight = experts_in(name, mixture, dtype)
             for tokens in (1, 2, 33, 900):
                 groups = Groups.of(random_choice(mixture, tokens, "cuda"), mixture.experts)
                 x = torch.randn(tokens, mixture.columns, dtype=dtype, device="cuda")
-                products = [grouped_linear, grouped_linear_kernel] + [torch_gathering] * (name == "full")
-                if not all(Sums(x, weight, groups).are_right(product(x, weight, groups)) for product in products):
+                products = {"grouped": grouped_linear, **ways(weight)}
+                if name == "full":
+                    products |= {"codes": grouped_linear_kernel, "torch": torch_gathering}
+                rounded = {"decoded", "grouped"} if isinstance(weight, QuantizedMatrix) else set()
+                sums = {rounds: Sums(x, weight, groups, rounds) for rounds in (False, True)}
+                if not all(
+                    sums[way in rounded].are_right(product(x, weight, groups)) for way, product in products.items()
+                ):
                     raise SystemExit(f"gate: {name}, {mixture}, {tokens} tokens: no figure is reported")
+
+
+def can_stack(format: QuantFormat | None, mixture: Mixture) -> bool:
+    """Whether the experts' matrices can lie one below the other."""
+    return format is None or format.outer is not None or format.can_follow(mixture.rows)
 
 
 class Sums:
     """Those of float64, for others to be compared with."""
 
-    def __init__(self, x: torch.Tensor, weight: ExpertWeights, groups: Groups) -> None:
+    def __init__(self, x: torch.Tensor, weight: ExpertWeights, groups: Groups, rounds: bool = False) -> None:
         self.wanted = grouped_linear_ref(x.double(), weight, groups)
-        self.allowed = grouped_allowed_error(x, weight, groups, self.wanted)
+        self.allowed = grouped_allowed_error(x, weight, groups, self.wanted, rounds)
 
     def are_right(self, found: torch.Tensor) -> bool:
         return bool(((found.double() - self.wanted).abs() <= self.allowed).all())
@@ -90,6 +125,13 @@ def experts_in(name: str, mixture: Mixture, dtype: torch.dtype) -> ExpertWeights
     format = FORMATS[name]
     arranged = None if format is None else format.arranged(mixture.rows, mixture.columns)
     return random_experts(arranged, mixture, dtype, "cuda")
+
+
+def ways(weight: ExpertWeights) -> dict[str, Callable[..., torch.Tensor]]:
+    """The ways to multiply with quantized matrices, whatever the number of tokens."""
+    if not isinstance(weight, QuantizedMatrix):
+        return {}
+    return {"codes": scaled_experts if can_scale(weight) else grouped_linear_kernel, "decoded": decoded_linear}
 
 
 class Calls:
@@ -117,18 +159,26 @@ def measure(
     for tokens, figures in measure_torch(mixture, token_counts):
         torchs[tokens] = figures
         yield f"torch {shape} tokens {tokens}", figures
+    dense = {tokens: dense_flops_per_s(mixture, tokens * mixture.chosen, dtype) for tokens in token_counts}
     for name in names:
         weight = experts_in(name, mixture, dtype)
         for tokens in token_counts:
             calls = Calls(mixture, tokens, weight.nbytes, dtype)
             products = [partial(grouped_linear, calls.x, weight, groups) for groups in calls.groups]
             seconds = graph_seconds(products)
+            several = ways(weight) if calls.pairs >= _FEWEST_DECODED * mixture.experts else {}
+            own = {
+                f"{way}_us": round(1e6 * graph_seconds([partial(product, calls.x, weight, calls.groups[0])]), 2)
+                for way, product in several.items()
+            }
             yield (
                 f"{name} {shape} tokens {tokens}",
                 {
                     "us": round(seconds * 1e6, 2),
                     "of_copy": round(calls.moved_bytes / seconds / copy_rate, 3),
                     "tflops": round(calls.flops / seconds / 1e12, 1),
+                    "of_dense": round(calls.flops / seconds / dense[tokens], 3),
+                    **own,
                     "over_torch": round(torchs[tokens]["us"] / seconds / 1e6, 3),
                     "over_gathering": round(torchs[tokens]["gathering_us"] / seconds / 1e6, 3),
                     "experts": calls.used,
@@ -139,6 +189,14 @@ def measure(
         choices = [random_choice(mixture, tokens, "cuda") for _ in range(_GROUPINGS)]
         seconds = graph_seconds([partial(order_of, choice, mixture.experts) for choice in choices])
         yield f"groups of {mixture.experts} tokens {tokens}", {"us": round(seconds * 1e6, 2)}
+
+
+def dense_flops_per_s(mixture: Mixture, pairs: int, dtype: torch.dtype) -> float:
+    """The rate of torch's product of up to 16,384 tokens with one matrix in full."""
+    tokens = min(pairs, _MOST_DENSE)
+    x = torch.randn(tokens, mixture.columns, dtype=dtype, device="cuda")
+    weight = torch.randn(mixture.rows, mixture.columns, dtype=dtype, device="cuda")
+    return 2 * tokens * mixture.rows * mixture.columns / graph_seconds([partial(functional.linear, x, weight)])
 
 
 def order_of(choice: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -91,6 +91,8 @@ class Mixture:
 
 QWEN3_30B_A3B: Final = (Mixture(128, 8, 1536, 2048), Mixture(128, 8, 2048, 768))
 """Gate and up in one, and down; of fragments."""
+DEEPSEEK_V3: Final = (Mixture(256, 8, 4096, 7168), Mixture(256, 8, 7168, 2048))
+GPT_OSS_120B: Final = (Mixture(128, 4, 5760, 2880), Mixture(128, 4, 2880, 2880))
 MIXTRAL_8X7B: Final = (Mixture(8, 2, 28672, 4096), Mixture(8, 2, 4096, 14336))
 
 
@@ -118,8 +120,7 @@ def random_matrix(
     """Random codes and scales, made on the device; codes also in the unused half of an odd row's last byte."""
     matrix = QuantizedMatrix.empty(format, rows, columns, dtype, device)
     if matrix.codes.dtype == torch.float8_e4m3fn:
-        values = torch.randn(matrix.codes.shape, device=device) * 100
-        matrix.codes.copy_(values.clamp(-448, 448).to(matrix.codes.dtype))
+        matrix.codes.copy_(torch.randn(matrix.codes.shape, device=device).mul_(100).clamp_(-448, 448))
     else:
         first = -127 if matrix.codes.dtype == torch.int8 else 0
         matrix.codes.random_(first, 128 if matrix.codes.dtype == torch.int8 else 256)
@@ -162,6 +163,8 @@ def random_experts(
 ) -> ExpertWeights:
     """Of experts in full [experts, rows, columns], or as `random_matrix` of all rows."""
     if format is not None:
+        if format.outer is not None:
+            format = replace(format, outer_rows=mixture.rows)
         return random_matrix(format, mixture.experts * mixture.rows, mixture.columns, dtype, device)
     shape = mixture.experts, mixture.rows, mixture.columns
     return torch.empty(shape, dtype=dtype, device=device).normal_(std=_TYPICAL_SCALE)

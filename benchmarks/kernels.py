@@ -6,7 +6,8 @@
 Measures products of few tokens both ways (fused, and dequantized for the vendor's product; the break-even point is
 MOST_FUSED_TOKENS in kernels/quantized.py), INT8 by INT8 products, and `dequantize` itself. ``over_fp16`` is the
 time of `torch.nn.functional.linear` in the full dtype over the time taken, ``over_bound`` the time taken over that of
-moving the bytes at the rate of a device copy, both of this run; ``call_us`` is the time of a call from Python. Matrices
+moving the bytes at the rate of a device copy, both of this run; ``over_share`` the time taken over that in the full
+dtype times the share of its bytes; ``call_us`` is the time of a call from Python. Matrices
 are in a model's storage order and alternate, so that their bytes are read from memory and not from the cache.
 
 --tune measures the candidates of kernel_tiles.py instead, and prints the best.
@@ -28,9 +29,11 @@ from device_clock import Call, call_seconds, copy_bytes_per_s, graph_seconds, nu
 from kernel_cases import (
     FORMATS,
     FRAGMENTS,
+    PUBLISHED,
     SMALL,
     SMALL_FRAGMENTS,
     TYPICAL,
+    TYPICAL_PUBLISHED,
     Shape,
     allowed_error,
     fits,
@@ -48,8 +51,10 @@ from zinfer.kernels.fragment_linear import can_multiply, fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.int8_linear import int8_linear, int8_linear_kernel, int8_linear_ref, quantize_tokens_kernel
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.kernels.scaled_linear import can_scale, scaled_linear
 from zinfer.kernels.tiles import FusedTiles, block_tokens_for
 
+_PUBLISHED_NAMES: Final = dict(zip(TYPICAL_PUBLISHED, ("fp8-blocks", "mxfp8", "mxfp4", "nvfp4"), strict=True))
 _TUNED_FORMATS: Final = (QuantFormat(8), QuantFormat(4, group_size=128, symmetric=False))
 _TUNED_TOKENS: Final = (1, 8, 16, 32, 64)
 _TUNED_INT8_TOKENS: Final = 4096
@@ -66,19 +71,27 @@ def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
         found = empty(*args, **kwargs)
         return found.fill_(float("nan") if found.is_floating_point() else 77)
 
-    for format in _named(dict.fromkeys((*FORMATS, *FRAGMENTS, *TYPICAL)), names):
+    published = PUBLISHED if dtype == torch.bfloat16 else ()
+    for format in _named(dict.fromkeys((*FORMATS, *FRAGMENTS, *TYPICAL, *published)), names):
         for shape in filter(lambda shape: fits(format, shape), _GATE_SHAPES):
             matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
             x, bias = random_input(shape, dtype, "cuda")
             with mock.patch.object(torch, "empty", poisoned):
                 right = torch.equal(dequantize(matrix), dequantize_ref(matrix))
-                if can_multiply(matrix) if format.in_fragments else can_fuse(matrix):
-                    found = (fragment_linear if format.in_fragments else fused_linear)(x, matrix, bias)
+                if product := fused_way(matrix):
+                    found = product(x, matrix, bias)
                     right &= _is_near(found, quantized_linear_ref(x, matrix, bias), x, matrix)
                 if format == QuantFormat(8):
                     right &= _is_near(int8_linear_kernel(x, matrix, bias), int8_linear_ref(x, matrix, bias), x, matrix)
             if not right:
                 raise SystemExit(f"gate: {format}, {shape}: a kernel differs from its reference; no figure is reported")
+
+
+def fused_way(matrix: QuantizedMatrix) -> Callable[..., torch.Tensor] | None:
+    """The product with codes; None: there is none."""
+    if matrix.format.in_fragments:
+        return fragment_linear if can_multiply(matrix) else None
+    return scaled_linear if can_scale(matrix) else fused_linear if can_fuse(matrix) else None
 
 
 def _is_near(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix) -> bool:
@@ -98,7 +111,9 @@ class Bench:
     def measure(self, rows: int, columns: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Name and figures of each case of one matrix's shape."""
         full_s = self._full_seconds(rows, columns)
-        for format in _named(dict.fromkeys(format.arranged(rows, columns) for format in TYPICAL), self._names):
+        published = TYPICAL_PUBLISHED if self._dtype == torch.bfloat16 else ()
+        formats = dict.fromkeys(format.arranged(rows, columns) for format in (*TYPICAL, *published))
+        for format in _named(formats, self._names):
             matrices = self._matrices(format, rows, columns)
             yield f"{name_of(format)} {rows}x{columns} dequantize", self._dequantizing(matrices)
             for tokens in self._tokens:
@@ -107,15 +122,17 @@ class Bench:
                     calls = [partial(product, x, matrix) for matrix in matrices]
                     moved_bytes = matrices[0].nbytes + (rows + columns) * tokens * self._dtype.itemsize
                     figures = self._figures(calls, moved_bytes) if tokens <= _MOST_FUSED else self._figures(calls, 0)
+                    share = matrices[0].nbytes / (rows * columns * self._dtype.itemsize)
                     figures["over_fp16"] = round(full_s[tokens] * 1e6 / figures["us"], 3)
+                    figures["over_share"] = round(figures["us"] / (full_s[tokens] * 1e6 * share), 3)
                     yield f"{name_of(format)} {rows}x{columns} tokens {tokens} {way}", figures
 
     @staticmethod
     def _products(matrix: QuantizedMatrix, tokens: int) -> dict[str, Callable[..., torch.Tensor]]:
         """The ways to multiply so many tokens that are worth measuring, by name."""
         found: dict[str, Callable[..., torch.Tensor]] = {"dequantize": _dequantized}
-        if tokens <= _MOST_FUSED:
-            found["fused"] = fragment_linear if matrix.format.in_fragments else fused_linear
+        if tokens <= _MOST_FUSED and (product := fused_way(matrix)):
+            found["fused"] = product
         if tokens >= _FEWEST_INT8 and matrix.format == QuantFormat(8):
             found["w8a8"] = int8_linear
             found["w8a8-vendor"] = _vendor_int8
@@ -197,7 +214,9 @@ def _vendor_int8(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
 
 
 def name_of(format: QuantFormat) -> str:
-    kind = "fp8" if format.is_float else f"int{format.bits}"
+    if format in _PUBLISHED_NAMES:
+        return _PUBLISHED_NAMES[format]
+    kind = f"{'fp' if format.is_float else 'int'}{format.bits}"
     return kind + (f"-{format.group_size}" if format.group_size else "") + ("" if format.symmetric else "-asymmetric")
 
 
@@ -207,7 +226,7 @@ def _named(formats: Iterable[QuantFormat], names: Sequence[str]) -> list[QuantFo
 
 
 def _names(text: str) -> list[str]:
-    known = {name_of(format) for format in TYPICAL}
+    known = {name_of(format) for format in (*TYPICAL, *TYPICAL_PUBLISHED)}
     if unknown := set(names := text.split(",")) - known:
         raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: known are {', '.join(sorted(known))}")
     return names

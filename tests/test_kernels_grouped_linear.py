@@ -168,8 +168,7 @@ def test_published_formats(kernel_device: str, format: QuantFormat, dtype: torch
 def test_experts_have_scales_of_the_second_level(kernel_device: str, outer: Literal["times", "over"]) -> None:
     torch.manual_seed(0)
     mixture = Mixture(4, 2, 80, 192)
-    format = replace(NVFP4, outer=outer, outer_rows=mixture.rows)
-    weight = random_experts(format, mixture, torch.bfloat16, kernel_device)
+    weight = random_experts(replace(NVFP4, outer=outer), mixture, torch.bfloat16, kernel_device)
     assert isinstance(weight, QuantizedMatrix)
     groups = Groups.of(random_choice(mixture, 7, kernel_device), mixture.experts)
     x = torch.randn(7, mixture.columns, dtype=torch.bfloat16, device=kernel_device)
@@ -186,8 +185,7 @@ def test_experts_dequantized_a_few_at_a_time(kernel_device: str, format: QuantFo
     for mixture in (Mixture(5, 2, 96, 256), Mixture(4, 2, 128, 200)):
         if not fits_experts(format, mixture) or (not format.can_follow(mixture.rows) and format.outer is None):
             continue
-        own = replace(format, outer_rows=mixture.rows) if format.outer is not None else format
-        weight = random_experts(own, mixture, dtype, kernel_device)
+        weight = random_experts(format, mixture, dtype, kernel_device)
         assert isinstance(weight, QuantizedMatrix)
         groups = groups_of([0, 37, 1, 0, 20][: mixture.experts], 2, kernel_device)
         bias = torch.randn(mixture.experts, mixture.rows, dtype=dtype, device=kernel_device)
