@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from zinfer.kernels.dequantize import scales_of
 from zinfer.kernels.quantize_tokens import quantize_tokens_kernel, quantize_tokens_ref
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.quantized_linear import check_input, with_plain_matrix
@@ -26,7 +27,7 @@ def fp8_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | No
 
     Args:
         x: [..., columns], of the matrix's dtype and device.
-        matrix: e4m3 with one scale a row.
+        matrix: e4m3 with one scale a row, its own or one that rows share.
         bias: [rows].
 
     Returns:
@@ -52,7 +53,7 @@ def fp8_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor 
     for begin in range(0, matrix.rows, count):
         part = slice(begin, begin + count)
         values[:, part] = widened @ matrix.codes[part].float().T
-    values.mul_(scales.unsqueeze(1)).mul_(matrix.scales.float().T)
+    values.mul_(scales.unsqueeze(1)).mul_(scales_of(matrix).T)
     values = values if bias is None else values.add_(bias.float())
     return values.to(x.dtype).view(*x.shape[:-1], matrix.rows)
 
@@ -74,7 +75,7 @@ def _by_tensor_cores(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tenso
         codes,
         matrix.codes.contiguous().t(),
         scale_a=scales.unsqueeze(1),
-        scale_b=matrix.scales.float().contiguous().t(),
+        scale_b=scales_of(matrix).contiguous().t(),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     ).to(x.dtype)

@@ -133,17 +133,12 @@ class QuantFormat:
     def multiplies_int8(self) -> bool:
         """Whether INT8 tensor cores can multiply the codes, with one scale per row."""
         is_int8 = self.bits == 8 and self.symmetric and not self.is_float
-        return is_int8 and self.group_size is None and self.has_scales_of_rows
+        return is_int8 and self.group_size is None and not self.in_grid and self.outer is None
 
     @property
     def multiplies_fp8(self) -> bool:
-        """Whether FP8 tensor cores can multiply the codes, with one scale per row."""
-        return self.is_float and self.bits == 8 and self.group_size is None and self.has_scales_of_rows
-
-    @property
-    def has_scales_of_rows(self) -> bool:
-        """Whether each row has scales of its own, which are all that there are."""
-        return (not self.in_grid or self.group_rows == 1) and self.outer is None
+        """Whether FP8 tensor cores can multiply the codes, with one scale per row, which rows may share."""
+        return self.is_float and self.bits == 8 and self.group_size is None and self.outer is None
 
     @property
     def codes_dtype(self) -> torch.dtype:

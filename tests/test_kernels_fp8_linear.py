@@ -1,5 +1,7 @@
 """FP8 by FP8: products beside the values that the codes stand for, and tensor cores beside the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import DTYPES, HALVES, LARGE, SMALL, Shape, random_input, random_matrix
@@ -11,16 +13,20 @@ from zinfer.kernels.quantize_tokens import quantize_tokens_ref
 from zinfer.kernels.quantized import QuantFormat
 
 FP8 = QuantFormat(8, is_float=True)
+OF_A_TENSOR = QuantFormat(8, is_float=True, group_rows=None, in_grid=True, scale_dtype="float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "format", [FP8, OF_A_TENSOR, replace(OF_A_TENSOR, group_rows=16, scale_dtype="bfloat16")], ids=str
+)
 @pytest.mark.parametrize("shape", [*SMALL, Shape(70, 40, 77)], ids=str)
 def test_the_price_is_the_rounding_of_the_activations(
-    dtype: torch.dtype, shape: Shape, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, format: QuantFormat, shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(module, "_MOST_WIDENED", 3 * shape.columns)  # several parts
-    matrix = random_matrix(FP8, shape.rows, shape.columns, dtype, "cpu")
+    matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cpu")
     x, bias = random_input(shape, dtype, "cpu")
     codes, scales = quantize_tokens_ref(x, torch.float8_e4m3fn)
     rounded = codes.float().double() * scales.double().unsqueeze(1)
@@ -39,10 +45,11 @@ def test_the_price_is_the_rounding_of_the_activations(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("format", [FP8, OF_A_TENSOR], ids=str)
 @pytest.mark.parametrize("shape", [*LARGE, Shape(1, 1024, 7168), Shape(4096, 7168, 1024), Shape(9, 50257, 64)], ids=str)
-def test_tensor_cores_compute_what_the_reference_does(dtype: torch.dtype, shape: Shape) -> None:
+def test_tensor_cores_compute_what_the_reference_does(dtype: torch.dtype, format: QuantFormat, shape: Shape) -> None:
     torch.manual_seed(0)
-    matrix = random_matrix(FP8, shape.rows, shape.columns, dtype, "cuda")
+    matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
     x, bias = random_input(shape, dtype, "cuda")
     for given_bias in (bias, None):
         wanted, found = fp8_linear_ref(x, matrix, given_bias), fp8_linear(x, matrix, given_bias)
