@@ -12,26 +12,26 @@ import triton.language as tl
 from zinfer.kernels.launching import COMPILED, device_function
 
 
-def _bytes_asm(bfloat: bool, signed: bool) -> str:
+def bytes_asm(bfloat: bool, signed: bool) -> str:
     """PTX: four codes ($2) to four numbers ($0, $1), unsigned codes less 128.
 
     bfloat16 has 7 bits of mantissa, one too few for 128 + code. But a signed code with sign bit s and other bits r has
     the value r - 128 s, and or-ing s into the last bit of 128's exponent makes 128 + 128 s.
     """
-    return _spread_asm("$2", "$0", "$1", bfloat, signed)
+    return spread_asm("$2", "$0", "$1", bfloat, signed)
 
 
-def _words_asm(bfloat: bool, is_float: bool) -> str:
+def words_asm(bfloat: bool, is_float: bool) -> str:
     """PTX: two words of four codes ($4, $5) to the pair of their first numbers ($0), of their second ($1), and so on.
 
     Codes are signed, or the bits of e4m3 numbers.
     """
-    spread = _floats_asm if is_float else _spread_asm
+    spread = floats_asm if is_float else spread_asm
     first = "{ .reg .b32 x, y; prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362; "
     return first + spread("x", "$0", "$1", bfloat) + spread("y", "$2", "$3", bfloat) + " }"
 
 
-def _scaled_nibbles_asm() -> str:
+def scaled_nibbles_asm() -> str:
     """PTX: two words of eight e2m1 numbers ($8, $9) to pairs in bfloat16 of their first ones ($0) to their last ($7).
 
     Sign, exponent and mantissa are placed in bfloat16's; the factor 2**126 that remains is left to the scales ($10).
@@ -45,14 +45,14 @@ def _scaled_nibbles_asm() -> str:
     return found + "}"
 
 
-def _scaled_words_asm() -> str:
-    """PTX: as `_words_asm` of e4m3 numbers to bfloat16, with scales ($6) that have the factor 2**120."""
+def scaled_words_asm() -> str:
+    """PTX: as `words_asm` of e4m3 numbers to bfloat16, with scales ($6) that have the factor 2**120."""
     first = "{ .reg .b32 x, y; prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362; "
-    pairs = _floats_asm("x", "$0", "$1", True, "$6") + _floats_asm("y", "$2", "$3", True, "$6")
+    pairs = floats_asm("x", "$0", "$1", True, "$6") + floats_asm("y", "$2", "$3", True, "$6")
     return first + pairs + " }"
 
 
-def _floats_asm(codes: str, low: str, high: str, bfloat: bool, scales: str = "") -> str:
+def floats_asm(codes: str, low: str, high: str, bfloat: bool, scales: str = "") -> str:
     """PTX: four e4m3 numbers to two pairs.
 
     Exponent and mantissa are placed at the low bits of the other's exponent and the high bits of its mantissa; the
@@ -68,7 +68,7 @@ def _floats_asm(codes: str, low: str, high: str, bfloat: bool, scales: str = "")
     return first + f"fma.rn.{kind}x2 {low}, c, m, n; fma.rn.{kind}x2 {high}, d, m, n; }} "
 
 
-def _spread_asm(codes: str, low: str, high: str, bfloat: bool, signed: bool = True) -> str:
+def spread_asm(codes: str, low: str, high: str, bfloat: bool, signed: bool = True) -> str:
     first = "{ .reg .b32 c, a, b, d; "
     first += f"xor.b32 c, {codes}, {'0x80808080' if signed != bfloat else '0'}; "
     if not bfloat:
@@ -80,7 +80,7 @@ def _spread_asm(codes: str, low: str, high: str, bfloat: bool, signed: bool = Tr
     return first + spread + f"fma.rn.bf16x2 {low}, p, m, a; fma.rn.bf16x2 {high}, q, m, b; }} "
 
 
-def _nibbles_asm(bfloat: bool) -> str:
+def nibbles_asm(bfloat: bool) -> str:
     """PTX: eight codes ($4) less 8: from the low halves of the bytes ($0, $1) and from the high halves ($2, $3)."""
     first = "{ .reg .b32 a, b, c, d, m, n; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; "
     magic = "0x43004300" if bfloat else "0x64006400"
@@ -96,20 +96,20 @@ def _nibbles_asm(bfloat: bool) -> str:
     return first + low + high + "fma.rn.f16x2 $2, $2, m, n; fma.rn.f16x2 $3, $3, m, n; }"
 
 
-_SIGNED_TO_FP16 = tl.constexpr(_bytes_asm(bfloat=False, signed=True))
-_SIGNED_TO_BF16 = tl.constexpr(_bytes_asm(bfloat=True, signed=True))
-_UNSIGNED_TO_FP16 = tl.constexpr(_bytes_asm(bfloat=False, signed=False))
-_UNSIGNED_TO_BF16 = tl.constexpr(_bytes_asm(bfloat=True, signed=False))
-_FLOATS_TO_FP16 = tl.constexpr(_floats_asm("$2", "$0", "$1", bfloat=False))
-_FLOATS_TO_BF16 = tl.constexpr(_floats_asm("$2", "$0", "$1", bfloat=True))
-_WORDS_TO_FP16 = tl.constexpr(_words_asm(bfloat=False, is_float=False))
-_WORDS_TO_BF16 = tl.constexpr(_words_asm(bfloat=True, is_float=False))
-_FLOAT_WORDS_TO_FP16 = tl.constexpr(_words_asm(bfloat=False, is_float=True))
-_FLOAT_WORDS_TO_BF16 = tl.constexpr(_words_asm(bfloat=True, is_float=True))
-_NIBBLES_TO_FP16 = tl.constexpr(_nibbles_asm(bfloat=False))
-_NIBBLES_TO_BF16 = tl.constexpr(_nibbles_asm(bfloat=True))
-_SCALED_NIBBLES = tl.constexpr(_scaled_nibbles_asm())
-_SCALED_WORDS = tl.constexpr(_scaled_words_asm())
+_SIGNED_TO_FP16 = tl.constexpr(bytes_asm(bfloat=False, signed=True))
+_SIGNED_TO_BF16 = tl.constexpr(bytes_asm(bfloat=True, signed=True))
+_UNSIGNED_TO_FP16 = tl.constexpr(bytes_asm(bfloat=False, signed=False))
+_UNSIGNED_TO_BF16 = tl.constexpr(bytes_asm(bfloat=True, signed=False))
+_FLOATS_TO_FP16 = tl.constexpr(floats_asm("$2", "$0", "$1", bfloat=False))
+_FLOATS_TO_BF16 = tl.constexpr(floats_asm("$2", "$0", "$1", bfloat=True))
+_WORDS_TO_FP16 = tl.constexpr(words_asm(bfloat=False, is_float=False))
+_WORDS_TO_BF16 = tl.constexpr(words_asm(bfloat=True, is_float=False))
+_FLOAT_WORDS_TO_FP16 = tl.constexpr(words_asm(bfloat=False, is_float=True))
+_FLOAT_WORDS_TO_BF16 = tl.constexpr(words_asm(bfloat=True, is_float=True))
+_NIBBLES_TO_FP16 = tl.constexpr(nibbles_asm(bfloat=False))
+_NIBBLES_TO_BF16 = tl.constexpr(nibbles_asm(bfloat=True))
+_SCALED_NIBBLES = tl.constexpr(scaled_nibbles_asm())
+_SCALED_WORDS = tl.constexpr(scaled_words_asm())
 _FLOAT8_FACTOR = tl.constexpr(2.0**8)
 _FLOAT4_FACTOR = tl.constexpr(2.0**14)
 

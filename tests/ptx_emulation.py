@@ -108,8 +108,7 @@ class Machine:
             assert (value.dtype, value.shape) == (wanted, (self.count,)), kind
             name = f"${kind if kind.isdigit() else number}"
             self.registers[name] = value.copy() if kind == "l" else value.view(np.uint32).copy()
-        body = text.strip().removeprefix("{ ").removesuffix(" }")
-        for line in filter(None, map(str.strip, body.split(";"))):
+        for line in filter(None, map(str.strip, re.sub(r"\{ | \}", "", text).split(";"))):
             self._instruction(line)
         outputs = [(kinds[number], self.registers[f"${number}"]) for number in range(num_outputs)]
         return [value.view({"=r": np.int32, "=f": np.float32}[kind]) for kind, value in outputs]
@@ -194,8 +193,12 @@ def _arithmetic(operation: str, values: list[Array]) -> Array:
     match operation:
         case "mov.u32" | "mov.b32":
             return first.copy()
-        case "shr.u32":
+        case "shr.u32" | "shr.b32":
             return first >> others[0]
+        case "xor.b32":
+            return first ^ others[0]
+        case "prmt.b32":
+            return _picked(first, *others)
         case "shl.b32":
             return first << others[0]
         case "and.b32":
@@ -209,19 +212,31 @@ def _arithmetic(operation: str, values: list[Array]) -> Array:
             left, right, sums = (value.view(np.float32).astype(np.float64) for value in values)
             return (left * right + sums).astype(np.float32).view(np.uint32)
         case "add.rn.f16x2":
-            return _packed(_halves(first, False) + _halves(others[0], False), False)
+            return _packed(halves(first, False) + halves(others[0], False), False)
         case "fma.rn.f16x2" | "fma.rn.bf16x2":
-            left, right, sums = (_halves(value, "bf" in operation) for value in values)
+            left, right, sums = (halves(value, "bf" in operation) for value in values)
             return _packed(left * right + sums, "bf" in operation)
     raise NotImplementedError(operation)
 
 
-def _halves(words: Array, is_bfloat: bool) -> Array:
+def _picked(low: Array, high: Array, chosen: Array) -> Array:
+    """Four bytes of two words, by the numbers in a third one's lower four nibbles."""
+    eight = high.astype(np.uint64) << np.uint64(32) | low
+    found = np.zeros_like(low)
+    for place in range(4):
+        number = chosen >> 4 * place & 15
+        assert (number < 8).all(), "no sign is repeated"
+        byte = eight >> (8 * number).astype(np.uint64) & np.uint64(255)
+        found |= byte.astype(np.uint32) << 8 * place
+    return found
+
+
+def halves(words: Array, is_bfloat: bool) -> Array:
     """Two numbers of each word, the low half's first, in float64."""
-    halves = np.stack((words & 0xFFFF, words >> 16), -1)
+    numbers = np.stack((words & 0xFFFF, words >> 16), -1)
     if is_bfloat:
-        return (halves << 16).astype(np.uint32).view(np.float32).astype(np.float64)
-    return halves.astype(np.uint16).view(np.float16).astype(np.float64)
+        return (numbers << 16).astype(np.uint32).view(np.float32).astype(np.float64)
+    return numbers.astype(np.uint16).view(np.float16).astype(np.float64)
 
 
 def _packed(numbers: Array, is_bfloat: bool) -> Array:
@@ -229,11 +244,11 @@ def _packed(numbers: Array, is_bfloat: bool) -> Array:
     if is_bfloat:
         bits = numbers.astype(np.float32).view(np.uint32)
         assert not (bits & 0xFFFF).any()
-        halves = bits >> 16
+        words = bits >> 16
     else:
-        halves = numbers.astype(np.float16).view(np.uint16).astype(np.uint32)
-    assert np.array_equal(_halves(halves[:, 0] | halves[:, 1] << 16, is_bfloat), numbers)
-    return halves[:, 0] | halves[:, 1] << 16
+        words = numbers.astype(np.float16).view(np.uint16).astype(np.uint32)
+    assert np.array_equal(halves(words[:, 0] | words[:, 1] << 16, is_bfloat), numbers)
+    return words[:, 0] | words[:, 1] << 16
 
 
 def _mma(operation: str, left: list[Array], right: list[Array], sums: list[Array]) -> list[Array]:
@@ -245,9 +260,9 @@ def _mma(operation: str, left: list[Array], right: list[Array], sums: list[Array
     a, b = np.zeros((warp[-1] + 1, 16, 16)), np.zeros((warp[-1] + 1, 16, 8))
     c = np.zeros((warp[-1] + 1, 16, 8))
     for i in range(8):
-        a[warp, row + i // 2 % 2 * 8, pair + i % 2 + i // 4 * 8] = _halves(left[i // 2], is_bfloat)[:, i % 2]
+        a[warp, row + i // 2 % 2 * 8, pair + i % 2 + i // 4 * 8] = halves(left[i // 2], is_bfloat)[:, i % 2]
     for i in range(4):
-        b[warp, pair + i % 2 + i // 2 * 8, row] = _halves(right[i // 2], is_bfloat)[:, i % 2]
+        b[warp, pair + i % 2 + i // 2 * 8, row] = halves(right[i // 2], is_bfloat)[:, i % 2]
         c[warp, row + i // 2 * 8, pair + i % 2] = sums[i].view(np.float32)
     with np.errstate(invalid="ignore"):  # tokens that are not there
         d = (a @ b + c).astype(np.float32)
