@@ -45,7 +45,7 @@ from kernel_cases import (
     random_choice,
     random_experts,
 )
-from kernel_tiles import grouped_candidates
+from kernel_tiles import DECODED_CANDIDATES, grouped_candidates, scaled_candidates
 from race import least, race
 from result import keep, publish
 from torch.nn import functional
@@ -54,6 +54,7 @@ from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
     decoded_linear,
+    decodes,
     grouped_linear,
     grouped_linear_kernel,
     grouped_linear_ref,
@@ -61,6 +62,7 @@ from zinfer.kernels.grouped_linear import (
 from zinfer.kernels.grouped_tiles import block_tokens_for, table_of
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.kernels.scaled_linear import can_scale, scaled_experts
+from zinfer.kernels.tiles import Tiles
 
 MODELS: Final = {
     "qwen3": QWEN3_30B_A3B,
@@ -242,23 +244,34 @@ def tune(
             weight = experts_in(name, mixture, dtype)
             for tokens in token_counts:
                 calls = Calls(mixture, tokens, weight.nbytes, dtype)
-                block_tokens = block_tokens_for(calls.pairs, mixture.experts)
+                table, product, candidates = tuned(weight, calls.groups[0])
                 tried = {
-                    tiles: [
-                        partial(grouped_linear_kernel, calls.x, weight, groups, None, tiles) for groups in calls.groups
-                    ]
-                    for tiles in grouped_candidates(table_of(weight), block_tokens)
+                    tiles: [partial(product, calls.x, weight, groups, None, tiles) for groups in calls.groups]
+                    for tiles in candidates
                 }
                 label = f"{name} {mixture.rows}x{mixture.columns} tokens {tokens}"
-                sums = Sums(calls.x, weight, calls.groups[0])
+                sums = Sums(calls.x, weight, calls.groups[0], rounds=table == "decoded")
                 for tiles, seconds in race(label, tried).items():
                     if sums.are_right(tried[tiles][0]()):
-                        times[f"{table_of(weight)} {block_tokens}"][tiles].append(seconds)
+                        times[table][tiles].append(seconds)
                     else:
                         print(f"{label}: WRONG SUMS of {tiles}", flush=True)
                 del sums
             del weight
     return {key: str(least(found)) for key, found in times.items()}
+
+
+def tuned(weight: ExpertWeights, groups: Groups) -> tuple[str, Callable[..., torch.Tensor], Sequence[Tiles]]:
+    """The name of a table's entry, the product with it, and candidates for it."""
+    mean = -(-groups.num_pairs // groups.num_experts)
+    if isinstance(weight, QuantizedMatrix) and decodes(weight, groups):
+        return "decoded", decoded_linear, DECODED_CANDIDATES
+    if isinstance(weight, QuantizedMatrix) and can_scale(weight):
+        found = list(scaled_candidates(mean))
+        return f"scaled {found[0].block_tokens}", scaled_experts, found[::2]  # columns are not split
+    block_tokens = block_tokens_for(groups.num_pairs, groups.num_experts)
+    table = table_of(weight)
+    return f"{table} {block_tokens}", grouped_linear_kernel, list(grouped_candidates(table, block_tokens))
 
 
 def parse_args() -> argparse.Namespace:

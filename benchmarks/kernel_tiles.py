@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Final
 
-from zinfer.kernels.grouped_tiles import MOST_TOKENS, TABLES, GroupedTiles
+from zinfer.kernels.grouped_tiles import DECODED, MOST_TOKENS, TABLES, GroupedTiles
 from zinfer.kernels.int8_linear import CHOSEN, Int8Tiles
+from zinfer.kernels.scaled_linear import ScaledTiles
 from zinfer.kernels.tiles import FusedTiles, block_tokens_for
 
 INT8_CANDIDATES: Final = (
@@ -16,6 +17,16 @@ INT8_CANDIDATES: Final = (
     Int8Tiles(128, 128, 128, 4, 3),
     Int8Tiles(128, 128, 256, 8, 3),
     Int8Tiles(128, 256, 128, 8, 4, 16),
+)
+DECODED_CANDIDATES: Final = (
+    DECODED,
+    GroupedTiles(128, 256, 64, 8, 3),
+    GroupedTiles(256, 128, 64, 8, 4),
+    GroupedTiles(256, 128, 64, 8, 3),
+    GroupedTiles(128, 128, 64, 4, 4),
+    GroupedTiles(128, 128, 64, 8, 4),
+    GroupedTiles(128, 256, 128, 8, 2),
+    GroupedTiles(64, 256, 64, 8, 4),
 )
 # Rows, columns, warps and stages, by the fewest tokens of a tile.
 # fmt: off
@@ -69,6 +80,17 @@ def fused_candidates(bits: int, tokens: int) -> Iterator[FusedTiles]:
     for rows, columns, warps, stages, weights_left, unroll in shapes:
         for programs in (264, 528, 1056):
             yield FusedTiles(block_tokens, rows, columns, warps, stages, programs, weights_left, unroll)
+
+
+def scaled_candidates(tokens: int) -> Iterator[ScaledTiles]:
+    """Tiles worth measuring of matrices with small groups, at most 20."""
+    block_tokens = block_tokens_for(tokens)
+    shapes = [(64, 32, 4, 3), (64, 32, 4, 4), (128, 32, 4, 3), (128, 32, 8, 3), (64, 64, 4, 2)]
+    if block_tokens == 8:  # fewer warps multiply by `mma`, not `wgmma`
+        shapes += [(64, 32, 2, 3), (64, 32, 2, 4), (64, 16, 2, 5), (64, 64, 2, 2), (32, 32, 1, 3)]
+    for rows, words, warps, stages in shapes:
+        for programs in (528, 1056):
+            yield ScaledTiles(block_tokens, rows, words, warps, stages, programs)
 
 
 def grouped_candidates(table: str, block_tokens: int) -> Iterator[GroupedTiles]:

@@ -20,6 +20,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -29,6 +30,8 @@ from device_clock import Call, call_seconds, copy_bytes_per_s, graph_seconds, nu
 from kernel_cases import (
     FORMATS,
     FRAGMENTS,
+    MXFP4,
+    NVFP4,
     PUBLISHED,
     SMALL,
     SMALL_FRAGMENTS,
@@ -41,7 +44,7 @@ from kernel_cases import (
     random_input,
     random_matrix,
 )
-from kernel_tiles import INT8_CANDIDATES, fused_candidates
+from kernel_tiles import INT8_CANDIDATES, fused_candidates, scaled_candidates
 from race import least, race
 from result import keep, publish
 from torch.nn import functional
@@ -78,8 +81,8 @@ def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
             x, bias = random_input(shape, dtype, "cuda")
             with mock.patch.object(torch, "empty", poisoned):
                 right = torch.equal(dequantize(matrix), dequantize_ref(matrix))
-                if product := fused_way(matrix):
-                    found = product(x, matrix, bias)
+                if way := fused_way(matrix):
+                    found = way(x, matrix, bias)
                     right &= _is_near(found, quantized_linear_ref(x, matrix, bias), x, matrix)
                 if format == QuantFormat(8):
                     right &= _is_near(int8_linear_kernel(x, matrix, bias), int8_linear_ref(x, matrix, bias), x, matrix)
@@ -118,8 +121,8 @@ class Bench:
             yield f"{name_of(format)} {rows}x{columns} dequantize", self._dequantizing(matrices)
             for tokens in self._tokens:
                 x, _ = random_input(Shape(tokens, rows, columns), self._dtype, "cuda")
-                for way, product in self._products(matrices[0], tokens).items():
-                    calls = [partial(product, x, matrix) for matrix in matrices]
+                for way, multiply in self._products(matrices[0], tokens).items():
+                    calls = [partial(multiply, x, matrix) for matrix in matrices]
                     moved_bytes = matrices[0].nbytes + (rows + columns) * tokens * self._dtype.itemsize
                     figures = self._figures(calls, moved_bytes) if tokens <= _MOST_FUSED else self._figures(calls, 0)
                     share = matrices[0].nbytes / (rows * columns * self._dtype.itemsize)
@@ -131,8 +134,8 @@ class Bench:
     def _products(matrix: QuantizedMatrix, tokens: int) -> dict[str, Callable[..., torch.Tensor]]:
         """The ways to multiply so many tokens that are worth measuring, by name."""
         found: dict[str, Callable[..., torch.Tensor]] = {"dequantize": _dequantized}
-        if tokens <= _MOST_FUSED and (product := fused_way(matrix)):
-            found["fused"] = product
+        if tokens <= _MOST_FUSED and (way := fused_way(matrix)):
+            found["fused"] = way
         if tokens >= _FEWEST_INT8 and matrix.format == QuantFormat(8):
             found["w8a8"] = int8_linear
             found["w8a8-vendor"] = _vendor_int8
@@ -186,7 +189,22 @@ class Bench:
                         by_tile[block_tokens_for(tokens)][tiles].append(seconds)
             for block_tokens, times in by_tile.items():
                 best[f"({format.bits}, {block_tokens})"] = str(least(times))
-        return best | {"int8_linear": self._tune_int8(shapes)}
+        scaled = self._tune_scaled(shapes) if self._dtype == torch.bfloat16 else {}
+        return best | {"int8_linear": self._tune_int8(shapes)} | scaled
+
+    def _tune_scaled(self, shapes: Sequence[tuple[int, int]]) -> dict[str, str]:
+        """The best tiles for MXFP4 and NVFP4 together, by tokens."""
+        times: dict[int, dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for format, (rows, columns), tokens in product((MXFP4, NVFP4), shapes, _TUNED_TOKENS):
+            matrices = self._matrices(format, rows, columns)
+            x, _ = random_input(Shape(tokens, rows, columns), self._dtype, "cuda")
+            tried = {
+                tiles: [partial(scaled_linear, x, matrix, None, tiles) for matrix in matrices]
+                for tiles in scaled_candidates(tokens)
+            }
+            for tiles, seconds in race(f"{name_of(format)} {rows}x{columns} tokens {tokens}", tried).items():
+                times[block_tokens_for(tokens)][tiles].append(seconds)
+        return {f"scaled {tokens}": str(least(found)) for tokens, found in times.items()}
 
     def _tune_int8(self, shapes: Sequence[tuple[int, int]]) -> str:
         times: dict[Any, list[float]] = defaultdict(list)

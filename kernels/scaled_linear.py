@@ -9,7 +9,7 @@ Codes are read as words, of which each number meets its own part of x's columns 
 single matrix, whose columns several programs may share, and experts.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -26,16 +26,28 @@ from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.tiles import Tiles
 from zinfer.kernels.widening import scale_values, widen_scaled
 
-_WORDS: Final = 32  # of a step
-_PROGRAMS: Final = 528
 _MAX_PARTS: Final = 16
 _MIN_STEPS: Final = 4  # of a part
-# By tokens of a tile. Not measured yet; `block_columns` counts words.
+
+
+@dataclass(frozen=True)
+class ScaledTiles(Tiles):
+    """A program's share of the product; ``block_columns`` counts words.
+
+    Args:
+        programs: the columns of a single matrix are split over several programs up to this number of programs.
+    """
+
+    programs: int = 528
+
+
+_WORDS: Final = 32
+# By tokens of a tile, chosen by arithmetic. `benchmarks/kernels.py --tune` and `benchmarks/experts.py --tune` race them.
 _TILES: Final = {
-    8: Tiles(8, 64, _WORDS, 2, 3),
-    16: Tiles(16, 64, _WORDS, 4, 3),
-    32: Tiles(32, 64, _WORDS, 4, 3),
-    64: Tiles(64, 64, _WORDS, 4, 3),
+    8: ScaledTiles(8, 64, _WORDS, 2, 3),
+    16: ScaledTiles(16, 64, _WORDS, 4, 3),
+    32: ScaledTiles(32, 64, _WORDS, 4, 3),
+    64: ScaledTiles(64, 64, _WORDS, 4, 3),
 }
 
 
@@ -56,7 +68,7 @@ def can_scale(matrix: QuantizedMatrix) -> bool:
 
 
 def scaled_linear(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, tiles: Tiles | None = None
+    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, tiles: ScaledTiles | None = None
 ) -> torch.Tensor:
     """Return ``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
@@ -64,6 +76,7 @@ def scaled_linear(
         x: [..., columns], bfloat16, on the matrix's device: a GPU, or the CPU under Triton's interpreter.
         matrix: `can_scale` is true for it.
         bias: [rows].
+        tiles: to use instead of the table's.
     """
     flat = x.reshape(-1, matrix.columns)
     out = torch.empty((flat.shape[0], matrix.rows), dtype=x.dtype, device=x.device)
@@ -71,7 +84,7 @@ def scaled_linear(
         tiles = tiles or tiles_for(flat.shape[0], matrix.rows)
         num_tiles = -(-flat.shape[0] // tiles.block_tokens) * -(-matrix.rows // tiles.block_rows)
         steps = -(-matrix.codes.shape[1] // (4 * tiles.block_columns))
-        parts = max(1, min(_PROGRAMS // num_tiles, steps // _MIN_STEPS, _MAX_PARTS))
+        parts = max(1, min(tiles.programs // num_tiles, steps // _MIN_STEPS, _MAX_PARTS))
         _multiply(flat, matrix, None, bias, out, tiles, -(-steps // parts))
     return out.view(*x.shape[:-1], matrix.rows)
 
@@ -81,7 +94,7 @@ def scaled_experts(
     matrix: QuantizedMatrix,
     groups: Groups,
     bias: torch.Tensor | None = None,
-    tiles: Tiles | None = None,
+    tiles: ScaledTiles | None = None,
 ) -> torch.Tensor:
     """As `grouped_linear`, with ``matrix`` as in `scaled_linear`: of all experts' rows."""
     rows = matrix.rows // groups.num_experts
@@ -92,7 +105,7 @@ def scaled_experts(
     return out
 
 
-def tiles_for(tokens: int, rows: int) -> Tiles:
+def tiles_for(tokens: int, rows: int) -> ScaledTiles:
     """Return tiles for so many tokens that share a matrix of so many rows."""
     tiles = _TILES[min(max(1 << (tokens - 1).bit_length(), min(_TILES)), max(_TILES))]
     return tiles if rows > tiles.block_rows // 2 else replace(tiles, block_rows=tiles.block_rows // 2)
