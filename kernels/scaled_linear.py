@@ -42,7 +42,7 @@ class ScaledTiles(Tiles):
 
 
 _WORDS: Final = 32
-# By tokens of a tile, chosen by arithmetic. `benchmarks/kernels.py --tune` and `benchmarks/experts.py --tune` race them.
+# By tokens of a tile, chosen by arithmetic; `kernels.py` and `experts.py` of the benchmarks race them with --tune.
 _TILES: Final = {
     8: ScaledTiles(8, 64, _WORDS, 2, 3),
     16: ScaledTiles(16, 64, _WORDS, 4, 3),
