@@ -38,15 +38,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Mixtral-8x22B": known("mixtral-8x22b"),
 }
 QUANTIZED_ELSEWHERE: dict[str, dict[str, Any]] = {
-    "DeepSeek-V4 FP4 experts": {
+    "FP8 embeddings": {
         **DeepseekV3Config().to_dict(),
         "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_convert": ["embed_tokens"],
+        },
     },
-    "gpt-oss-120b MXFP4": {
+    "gpt-oss-120b by Quark": {
         **GptOssConfig().to_dict(),
         "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+        "quantization_config": {"quant_method": "quark", "quant_mode": "eager_mode"},
     },
 }
 """Configurations as their publishers wrote them, of weights that a run refuses."""

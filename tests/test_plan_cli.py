@@ -243,8 +243,9 @@ def test_rows_that_are_scored_may_fill_the_context(checkpoint: Path, tmp_path: P
 
 
 def test_a_config_alone_does_not_tell_which_weights_are_quantized(tmp_path: Path) -> None:
-    section = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
-    folder = write_config(tmp_path, CONFIGS["Llama-3-70B"] | section)
+    groups = {name: {"targets": [name], "weights": {"num_bits": 4, "group_size": 128}} for name in ("up", "down")}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    folder = write_config(tmp_path, CONFIGS["Llama-3-70B"] | {"quantization_config": section})
     refused = zinfer_plan(folder, "--machine", "h200")
     check_refused(refused, "config.json: quantization_config says", "plan with the whole checkpoint, or remove")
 

@@ -22,11 +22,13 @@ import zinfer
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.model.matching import match_weights
+from zinfer.model.outline import read_outline
 from zinfer.model.partition import partition_model
 from zinfer.weights import Checkpoint, TensorEntry
 from zinfer.weights.header import DTYPES
 from zinfer.weights.parameter import QuantizedParameter
 from zinfer.weights.quantized import find_stored_scheme
+from zinfer.weights.slab_matrix import SlabMatrix
 
 REMEDY: Final = re.compile("download|remove|restore|incomplete|describes another|take the|use a checkpoint|in a copy")
 NUM_CORRUPTIONS: Final = int(os.environ.get("ZINFER_CORRUPTIONS", "20"))
@@ -152,3 +154,22 @@ def test_damaged_tensors_end_in_a_sentence(name: str, tmp_path: Path) -> None:
             refused.append(str(error))
     assert len(refused) > NUM_CORRUPTIONS / 4, "others are of static scales, which are not read"
     assert not [each for each in refused if "\n" in each or not REMEDY.search(each)]
+
+
+PLANNED: Final = [("gpt_oss", "mxfp4"), *(("llama", name) for name in FORMATS if name not in ("mxfp4", "modelopt fp8"))]
+
+
+@pytest.mark.parametrize(("family", "name"), PLANNED)
+def test_config_json_alone_is_planned_with_the_published_bytes(family: str, name: str, tmp_path: Path) -> None:
+    """But for what lies between the parts of a slab, and the dtype of scales, which only files tell."""
+    write_published(tmp_path, family, name)
+    whole = read_outline(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    alone = read_outline(tmp_path)
+    for one, other in zip(alone.plain_blocks, whole.plain_blocks, strict=True):
+        forms = [
+            {tensor.name: tensor.format for tensor in each.layout.tensors if isinstance(tensor, SlabMatrix)}
+            for each in (one, other)
+        ]
+        assert forms[0].keys() == forms[1].keys()
+        assert one.nbytes == pytest.approx(other.nbytes, rel=0.02)

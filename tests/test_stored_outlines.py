@@ -28,6 +28,8 @@ RULES: Final = (
     Quantization((QuantRule(bits=4, group_size=128),), exclude=("k_proj",)),
     Quantization((QuantRule(bits=8),), activations=True),
     Quantization((QuantRule(bits=8, is_float=True),)),
+    KNOWN_MODELS["deepseek-v3"].stored,
+    KNOWN_MODELS["gpt-oss-20b"].stored,
 )
 STALE: Final = "the stored outline is stale; write all again: python -m zinfer.model.built_outline"
 

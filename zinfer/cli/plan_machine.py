@@ -1,6 +1,6 @@
 """The part of `zinfer plan` that finds the machine to plan for, and the model on it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -141,8 +141,10 @@ def open_case(
     keys = {"parallel": parse_parallel(parallel), **(WEIGHTS[weights] if weights is not None else {})}
     settings = resolve_settings(config, keys, options=STATED_BY)
     is_stated = settings.quantization is not None or weights is not None
-    if known is not None and known.quantization is not None and not is_stated:
-        settings = resolve_settings(config, {**keys, "quantization": known.quantization})
+    if known is not None and not is_stated:
+        if known.quantization is not None:
+            settings = resolve_settings(config, {**keys, "quantization": known.quantization})
+        settings = replace(settings, quantization=known.stored or settings.quantization)
     machine = None
     if options.preset is not None:
         machine = find_preset(options.preset, settings, options.stated())

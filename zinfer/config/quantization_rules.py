@@ -78,6 +78,8 @@ class QuantRule:
         is_float: 8-bit e4m3 floating point.
         num_groups: instead of `group_size`, equal parts of the whole matrix, row after row; 1: a scale per tensor.
         mlp_extra_grouping: double `num_groups` for a matrix with one side four times the other.
+        stored: instead of all these, the format in which a published checkpoint stores the matrices; only for plans
+            of models without files, since nothing is written in it.
         origin: the key about groups as the user wrote it, for messages.
     """
 
@@ -89,6 +91,7 @@ class QuantRule:
     num_groups: int | None = None
     mlp_extra_grouping: bool = False
     group_dim: Literal[0, 1] = 1
+    stored: QuantFormat | None = None
     origin: str = field(default="group_size", compare=False)
 
     def __post_init__(self) -> None:
@@ -100,6 +103,8 @@ class QuantRule:
         Raises:
             ConfigError: the groups do not fit its shape.
         """
+        if self.stored is not None:
+            return self.stored
         along = "columns"
         if self.group_dim == 0:
             rows, columns, along = columns, rows, "rows"
@@ -191,7 +196,7 @@ class Quantization:
         """Return the rules as JSON, without fields for messages; equivalent rules give equal documents."""
         document: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         for rule in document["rules"]:
-            del rule["origin"]
+            del rule["origin"], rule["stored"]
             if rule["group_dim"] == 1:  # left out as in older stores, which knew no other
                 del rule["group_dim"]
         return document

@@ -33,6 +33,7 @@ from zinfer.offload.partition import WHOLE, Partition
 from zinfer.ranks.group import RankGroup, all_values
 from zinfer.units import human_bytes
 from zinfer.weights import Checkpoint
+from zinfer.weights.quantized import find_stored_scheme
 
 FILE_NAME: Final = "random.bin"
 _ALIGNMENT_BYTES: Final = 4096  # of direct I/O
@@ -89,6 +90,8 @@ class RandomWeights:
         assert checkpoint is not None, "random weights need the outline of a checkpoint"
         if self.experts == "zipf":
             skew_routers(module)
+        if settings.quantization is None and (scheme := find_stored_scheme(checkpoint)) is not None:
+            settings = replace(settings, quantization=scheme.planned)
         prepared = RandomModel.of(module, checkpoint, settings, sharding, part)
         if not self.blocks:
             slab_sizes = [align_up(block.block.layout.nbytes, _ALIGNMENT_BYTES) for block in prepared.blocks]

@@ -53,7 +53,7 @@ def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixErro
     for name, matrix in stored.items():
         weight = full[name]
         if isinstance(matrix, StoredMatrix) and isinstance(weight, TensorEntry | JoinedTensor | EncodedTensor):
-            transposed = holds_transpose(model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name))
+            transposed = holds_transpose(model.get_submodule(name.rpartition(".")[0]), len(weight.shape))
             yield _compare(name, weight, matrix, transposed=transposed)
 
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import max_positions
 from zinfer.model.known_models import KNOWN_MODELS, KnownModel, known_config
-from zinfer.model.matching import Weight, match_weights
+from zinfer.model.matching import Weight, holds_transpose, match_weights
 from zinfer.model.outline import MADE_UP_NAME, MADE_UP_OFFSET, STORED_NAME, Outline
 from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.quantize import KEPT_MODULES
@@ -43,11 +42,13 @@ class BuiltModel:
         tree: on the meta device.
         weights: of the checkpoint, or made up.
         folder: the model's, where its packed store is assumed to be.
+        stored: how matrices of made-up weights are stored, unless a plan states otherwise; None: in full.
     """
 
     tree: PreTrainedModel
     weights: Mapping[str, Weight]
     folder: Path
+    stored: Quantization | None = None
 
     @property
     def parameter_names(self) -> list[str]:
@@ -68,7 +69,8 @@ class BuiltModel:
             part.undo()
 
     def _partition(self, weights: Mapping[str, Weight], quantization: Quantization | None) -> tuple[ModelBlock, ...]:
-        return tuple(_as_in_store(block, self.folder) for block in partition_model(self.tree, weights, quantization))
+        rules = quantization or self.stored
+        return tuple(_as_in_store(block, self.folder) for block in partition_model(self.tree, weights, rules))
 
 
 def built_outline(
@@ -81,7 +83,9 @@ def built_outline(
     else:
         checkpoint = Checkpoint.open(model)
         tree = build_meta_model(checkpoint, dtype)
-    built = BuiltModel(tree, match_weights(tree, checkpoint, find_stored_scheme(checkpoint)), folder)
+    scheme = find_stored_scheme(checkpoint)
+    stored = scheme.planned if scheme is not None and holds_config_alone(folder) else None
+    built = BuiltModel(tree, match_weights(tree, checkpoint, scheme), folder, stored)
     return Outline(
         name=os.fspath(model),
         blocks=built.blocks(quantization),
@@ -144,7 +148,8 @@ def _check_config(checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
     """Raise CheckpointError if config.json alone does not tell the dtype of each weight."""
     path = checkpoint.config_path
     config = read_config(path)
-    if find_stored_scheme(checkpoint) is not None:
+    scheme = find_stored_scheme(checkpoint)
+    if scheme is not None and scheme.planned is None:
         raise CheckpointError(
             f"{path}: quantization_config says that weights are quantized, but which of them only their files tell, "
             f"and there are none beside it; plan with the whole checkpoint, or remove quantization_config from a copy "
@@ -187,11 +192,11 @@ def _block_document(block: ModelBlock, dtype: str) -> dict[str, Any]:
     begin = end = own.extents[0].offset
     tensors: list[list[Any]] = []
     for tensor, extent in zip(own.layout.tensors, own.extents, strict=True):
-        assert not isinstance(modules[tensor.name], Conv1D), "whose matrices are transposed"
         kind = str(tensor.dtype).removeprefix("torch.")
         more: dict[str, Any] = {"dtype": kind} if kind != dtype else {}
         more |= {"skipped": extent.offset - end} if extent.offset != end else {}
         more |= {"is_kept": True} if isinstance(modules[tensor.name], KEPT_MODULES) else {}
+        more |= {"is_transposed": True} if holds_transpose(modules[tensor.name], len(tensor.shape)) else {}
         tensors.append([tensor.name, list(tensor.shape), *([more] if more else [])])
         end = extent.offset + extent.nbytes
     facts = {"is_layer": block.is_layer, "is_looked_up": block.is_looked_up, "encloses": own.encloses}

@@ -14,12 +14,14 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from zinfer import __version__
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import CheckpointError
+from zinfer.kernels.quantized import QuantFormat
 from zinfer.weights.folder import HUB_NAME, find_folder, hub_name
 
 _VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        "fp8": {"bits": 8, "format": "fp8"},
+        "fp8": {},
         "awq": {"bits": 4, "group_size": 128},
         "gptq-int4": {"bits": 4, "group_size": 128},
         "gptq-int8": {"bits": 8},
@@ -30,6 +32,15 @@ _TRAINED: Final = re.compile(r"-(instruct|chat|base|hf|it|thinking|bf16|fp16|\d{
 """Ends of names that say how a model was trained, or when; its shape is the same."""
 _AS_PUBLISHED: Final = ("bf16", "fp16", "fp8", "mxfp4", "awq", "gptq-int4", "gptq-int8")
 """Formats that run as they are published."""
+_E4M3: Final = QuantFormat(8, 128, is_float=True, group_rows=128, scale_dtype="float32", in_grid=True)
+_E2M1: Final = QuantFormat(4, 32, is_float=True, scale_dtype="float8_e8m0fnu", in_grid=True)
+_STORED: Final[Mapping[str, Quantization]] = MappingProxyType(
+    {
+        "fp8": Quantization((QuantRule(stored=_E4M3),)),
+        "mxfp4": Quantization((QuantRule(stored=_E2M1),), include=("experts",)),
+    }
+)
+"""The formats of weights that lie in slabs as they are published."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class KnownModel:
         active: parameters that a token is multiplied with, in 10^9; None: all.
         gigabytes: published; None: not known.
         quantization: `zinfer.quantization` with which its weights take as many bytes as those that are published take
-            in a run; None: none.
+            in a run; None: none, or `stored` has their formats.
         stand_in: in words, what the layers of ``config`` have in place of the model's; None: they are the model's.
     """
 
@@ -60,6 +71,11 @@ class KnownModel:
     gigabytes: float | None = None
     quantization: Mapping[str, Any] | None = None
     stand_in: str | None = None
+
+    @property
+    def stored(self) -> Quantization | None:
+        """The formats in which its weights lie in slabs as they are published; None: others, or full precision."""
+        return _STORED.get(self.format)
 
     @property
     def published(self) -> str:
@@ -144,7 +160,7 @@ def _variant(model: KnownModel, end: str, hub: str, quantization: Mapping[str, A
         format=end,
         config=model.config,
         active=model.active,
-        quantization=quantization,
+        quantization=quantization or None,
         stand_in=model.stand_in,
     )
 

@@ -329,16 +329,16 @@ def _check_form(
         )
 
 
-def holds_transpose(module: nn.Module, parameter: torch.Tensor) -> bool:
-    """Return whether a module holds the transpose of a linear layer's matrix, or those of its experts' (gpt-oss)."""
-    is_of_experts = parameter.dim() == 3 and bool(getattr(module, "is_transposed", False))
+def holds_transpose(module: nn.Module, num_dims: int) -> bool:
+    """Return whether a module's parameter is the transpose of a matrix, or those of its experts' (gpt-oss)."""
+    is_of_experts = num_dims == 3 and bool(getattr(module, "is_transposed", False))
     return isinstance(module, Conv1D) or is_of_experts
 
 
 def _check_stored(name: str, matrix: StoredMatrix, model: nn.Module) -> None:
-    module, parameter = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
-    wanted, shape = tuple(parameter.shape), (matrix.rows, matrix.columns)
-    natural = (*wanted[:-2], wanted[-1], wanted[-2]) if holds_transpose(module, parameter) else wanted
+    module, wanted = model.get_submodule(name.rpartition(".")[0]), tuple(model.get_parameter(name).shape)
+    shape = (matrix.rows, matrix.columns)
+    natural = (*wanted[:-2], wanted[-1], wanted[-2]) if holds_transpose(module, len(wanted)) else wanted
     if shape != (prod(natural[:-1]), natural[-1]):  # experts are stored one below the other
         raise CheckpointError(
             f"{matrix.file}: {matrix.name} has shape {list(shape)}, the model's {name} has {list(wanted)}: "

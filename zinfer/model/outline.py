@@ -285,7 +285,8 @@ class StoredModel:
         for tensor, each in zip(plain, entry["tensors"], strict=True):
             more = each[2] if len(each) > 2 else {}
             named = replace(tensor, name=prefix + tensor.name)
-            form = named if more.get("is_kept") else quantized_form(quantization, named)
+            transposed = more.get("is_transposed", False)
+            form = named if more.get("is_kept") else quantized_form(quantization, named, transposed=transposed)
             tensors.append(replace(form, name=tensor.name))
             offset += more.get("skipped", 0)
             extents.append(Extent(_FILE, offset, tensor.nbytes, tensor.dtype, 0, tensor.dtype))

@@ -390,7 +390,7 @@ class _Partitioner:
         weight = self.weights.get(name)
         if not isinstance(weight, StoredMatrix):
             return self.form(name, module, parameter)
-        shape, transposed = tuple(parameter.shape), holds_transpose(module, parameter)
+        shape, transposed = tuple(parameter.shape), holds_transpose(module, parameter.dim())
         stored = SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
         if not weight.encoding.is_native and all(piece.rows % FRAGMENT_ROWS == 0 for piece in weight.pieces):
             stored = stored.arranged

@@ -44,7 +44,8 @@ def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Fo
         if isinstance(module, KEPT_MODULES):
             return plain
         has_scales = scales_columns and isinstance(module, nn.Linear | Conv1D)
-        return quantized_form(rules, plain, transposed=holds_transpose(module, parameter), scales_columns=has_scales)
+        transposed = holds_transpose(module, parameter.dim())
+        return quantized_form(rules, plain, transposed=transposed, scales_columns=has_scales)
 
     return form
 

@@ -153,7 +153,7 @@ class LayerDivider:
         units = self._grain.units.get(name)
         if units is None or not units.is_ordered or style not in _ADDS:
             return None
-        is_across = matrix_dim(dim, parameter.dim(), transposed=holds_transpose(module, parameter))
+        is_across = matrix_dim(dim, parameter.dim(), transposed=holds_transpose(module, parameter.dim()))
         return units.columns if is_across else None
 
     def _pick_groups(self, name: str, style: str, dim: int, length: int, unit: int, found: LayerCuts) -> None:
@@ -238,7 +238,7 @@ class LayerDivider:
                 if style in (*_OF_EXPERTS, plans.BY_NUMBER, *_WHOLE_HEADS):
                     continue
                 dim = _dim_of(style, module, leaf, parameter)
-                across = matrix_dim(dim, parameter.dim(), transposed=holds_transpose(module, parameter))
+                across = matrix_dim(dim, parameter.dim(), transposed=holds_transpose(module, parameter.dim()))
                 if across and units.is_ordered:  # cut by groups, whatever the heads and widths of its input
                     continue
                 yield whole, style, units.columns if across else units.rows, parameter.shape[dim]

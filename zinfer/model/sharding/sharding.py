@@ -233,8 +233,8 @@ def _head_dim(config: Any, num_heads: int) -> int:
 
 def _forms(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Return the shapes of parameters, and whether they are transposed matrices."""
-    held = {name: (model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)) for name in names}
-    return {name: (tuple(parameter.shape), holds_transpose(own, parameter)) for name, (own, parameter) in held.items()}
+    held = {name: (model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name).shape) for name in names}
+    return {name: (tuple(shape), holds_transpose(own, len(shape))) for name, (own, shape) in held.items()}
 
 
 def _width_changes(

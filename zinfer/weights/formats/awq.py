@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 import torch
 
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.weights.formats.packing import SLICE_ELEMENTS, bytes_of, fill_codes, fill_scales, fill_zeros
 from zinfer.weights.formats.scheme import (
@@ -45,6 +46,10 @@ class Awq(ForeignScheme, Encoding):
     checkpoint_format: Literal["gemm"] = "gemm"
     group_size: GroupSize = 128
     zero_point: bool = True
+
+    @property
+    def planned(self) -> Quantization:
+        return Quantization((QuantRule(bits=4, group_size=self.group_size, symmetric=not self.zero_point),))
 
     def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
         return (self.marks, ()) if self.zero_point else (("qweight", "scales"), ("qzeros",))

@@ -32,6 +32,7 @@ from typing import Annotated, Any, Final, Literal
 import torch
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.weights.formats.packing import fill_codes, fill_order, fill_scales, fill_words, fill_zeros, unpack
@@ -41,6 +42,7 @@ from zinfer.weights.formats.scheme import (
     MX_COLUMNS,
     PATH,
     REMEDY,
+    WIDE,
     Axis,
     EncodedMatrix,
     Encoding,
@@ -56,6 +58,7 @@ from zinfer.weights.formats.scheme import (
     e4m3_in_blocks,
     malformed,
     matrix_shape,
+    planned_as,
     unsupported,
 )
 
@@ -264,6 +267,21 @@ class CompressedTensors(ForeignScheme, Encoding):
                     f"{PATH}.config_groups.{name}.input_activations",
                 )
         return groups
+
+    @property
+    def planned(self) -> Quantization | None:
+        if len(self.config_groups) > 1:
+            return None
+        (group,) = self.config_groups.values()
+        bits, size = group.weights.num_bits, group.block[1]
+        if not group.is_float:
+            return Quantization((QuantRule(bits=bits, group_size=size, symmetric=group.weights.symmetric),))
+        is_nvfp4 = group.layout == "nvfp4-pack-quantized"
+        scale_dtype = "float8_e4m3fn" if is_nvfp4 else "float8_e8m0fnu"
+        if bits == 4 and size is not None:
+            return Quantization((planned_as(e2m1_in_groups(size, "over" if is_nvfp4 else None), scale_dtype),))
+        scale_dtype = scale_dtype if group.layout in _COLUMNS_OF_SCALE else "float32"
+        return Quantization((planned_as(e4m3_in_blocks(WIDE, WIDE, group.block), scale_dtype),))
 
     def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
         return self._group(module).required, ()

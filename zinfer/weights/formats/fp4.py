@@ -26,9 +26,11 @@ from typing import Any, Final, Literal
 import torch
 from pydantic import ConfigDict
 
+from zinfer.config.quantization_rules import Quantization
 from zinfer.weights.formats.scheme import (
     FLOATS,
     MX_COLUMNS,
+    WIDE,
     Layout,
     PublishedScheme,
     Shapes,
@@ -36,6 +38,7 @@ from zinfer.weights.formats.scheme import (
     e2m1_in_groups,
     e4m3_in_blocks,
     matrix_shape,
+    planned_as,
 )
 
 _NV_COLUMNS: Final = 16
@@ -52,6 +55,11 @@ class Mxfp4(PublishedScheme):
     quant_method: str
     modules_to_not_convert: Any = None
     dequantize: Any = None
+
+    @property
+    def planned(self) -> Quantization:
+        rule = planned_as(e2m1_in_groups(MX_COLUMNS), "float8_e8m0fnu")
+        return Quantization((rule,), include=("experts",))
 
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         held = set(names)
@@ -87,6 +95,14 @@ class ModelOpt(PublishedScheme):
     quant_algo: Literal[
         "fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "mxfp8", "nvfp4", "w4a16_nvfp4", "mixed_precision"
     ]
+
+    @property
+    def planned(self) -> Quantization | None:
+        if self.quant_algo.endswith("nvfp4"):
+            return Quantization((planned_as(e2m1_in_groups(_NV_COLUMNS, "times"), "float8_e4m3fn"),))
+        blocks = {"fp8": (None, None), "fp8_per_channel_per_token": (1, None), "fp8_pb_wo": (_BLOCK, _BLOCK)}
+        block = blocks.get(self.quant_algo)
+        return None if block is None else Quantization((planned_as(e4m3_in_blocks(WIDE, WIDE, block), "float32"),))
 
     def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
         return ("weight", "weight_scale"), ("weight_scale_2",)

@@ -20,10 +20,12 @@ from typing import Annotated, Any, Final, Literal
 import torch
 from pydantic import ConfigDict, Field, PositiveInt
 
+from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError
 from zinfer.weights.formats.scheme import (
     FLOATS,
     MX_COLUMNS,
+    WIDE,
     Layout,
     Nothing,
     PublishedScheme,
@@ -31,6 +33,7 @@ from zinfer.weights.formats.scheme import (
     e2m1_in_groups,
     e4m3_in_blocks,
     matrix_shape,
+    planned_as,
 )
 
 _USUAL_BLOCK: Final = (128, 128)
@@ -60,6 +63,10 @@ class _E4m3(PublishedScheme):
     @property
     def _scale_dtypes(self) -> Collection[torch.dtype]:
         return FLOATS
+
+    @property
+    def planned(self) -> Quantization:
+        return Quantization((planned_as(e4m3_in_blocks(WIDE, WIDE, self._block or (1, None)), "float32"),))
 
     def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
         return ("weight",), tuple(self.marks)
@@ -120,6 +127,14 @@ class Fp8(_E4m3):
     @property
     def _scales_rows(self) -> bool:
         return self.weight_block_size is None
+
+    @property
+    def planned(self) -> Quantization:
+        scale_dtype = "float8_e8m0fnu" if self.scale_fmt == "ue8m0" else "float32"
+        rules = [planned_as(e4m3_in_blocks(WIDE, WIDE, self._block), scale_dtype)]
+        if self.expert_dtype == "fp4":
+            rules.insert(0, planned_as(e2m1_in_groups(MX_COLUMNS), "float8_e8m0fnu", ".experts."))
+        return Quantization(tuple(rules))
 
     def _is_e2m1(self, parameter: str) -> bool:
         return self.expert_dtype == "fp4" and ".experts." in parameter

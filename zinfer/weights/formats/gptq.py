@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import torch
 from pydantic import Field, field_validator
 
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.weights.formats.packing import fill_order, fill_scales, fill_words, fill_zeros, unpack
 from zinfer.weights.formats.scheme import (
@@ -69,6 +70,10 @@ class Gptq(ForeignScheme, Encoding):
             if _OVERRIDES & rule.keys():
                 raise unsupported(f"{pattern}: modules that are stored otherwise than the rest are not read")
         return rules
+
+    @property
+    def planned(self) -> Quantization:
+        return Quantization((QuantRule(bits=self.bits, group_size=self.group_size, symmetric=self.sym),))
 
     def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
         return (self.marks if self.desc_act and self.group_size else _REQUIRED), ("g_idx",)

@@ -15,6 +15,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import FRAGMENT_COLUMNS, FRAGMENT_ROWS, QuantFormat, QuantizedMatrix
 from zinfer.weights.folder import MAX_NAME
@@ -175,6 +176,11 @@ class Scheme(ABC):
     def checksums(self) -> Mapping[Path, str]:
         """The checksum of each file's bytes after its header, like `Block.checksum`; other files have none."""
         return {}
+
+    @property
+    def planned(self) -> Quantization | None:
+        """Rules for the matrices of a model of which there are no files, as they would be stored; None: not known."""
+        return None
 
     def set_aside(self, names: Collection[str]) -> Collection[str]:
         """Return the tensors that the scheme does not read, of all names in the checkpoint."""
@@ -414,6 +420,13 @@ def e4m3_in_blocks(rows: int, columns: int, block: tuple[int | None, int | None]
     )
 
 
+def planned_as(format: QuantFormat, scale_dtype: str, pattern: str | None = None) -> QuantRule:
+    """Return the rule of a plan for matrices that a checkpoint stores in a format, with scales of a dtype."""
+    return QuantRule(pattern, stored=replace(format, scale_dtype=cast("Any", scale_dtype)))
+
+
+WIDE: Final = 1 << 62
+"""Rows or columns of a matrix that no block of a format covers."""
 MX_COLUMNS: Final = 32
 """Columns that share a scale in the OCP's microscaling formats."""
 
