@@ -22,7 +22,7 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.kv_cache.device import KVCache
 from zinfer.model.context_length import read_limits
 from zinfer.model.families import Batching, limited, recall_batching, record_batching
-from zinfer.model.padding import FORCED, RANDOM_COPIES, TOLERANCE, RandomCopy, generate_forced, narrowed_sizes
+from zinfer.model.miniature import FORCED, MINIATURES, TOLERANCE, Miniature, generate_forced, narrowed_sizes
 from zinfer.model.partition import find_layers
 from zinfer.model.spec import ModelSpec
 from zinfer.requests.length_limits import LengthLimits
@@ -97,17 +97,17 @@ def _measure(model: PreTrainedModel) -> Batching:
 def _difference(model: PreTrainedModel, *, narrows: bool) -> str | None:
     """Return what keeps a model from ragged batches, None if nothing does."""
     why: str | None = None
-    for make_copy in RANDOM_COPIES:
+    for make in MINIATURES:
         try:
-            return _compared(model, make_copy, narrows)
+            return _compared(model, make, narrows)
         except Exception as error:  # a class that such a copy does not suit may fail in any way
             said = " ".join(f"{type(error).__name__}: {error}".split())
             why = why or f"a few of its layers could not be measured in them ({said:.150})"
     return why
 
 
-def _compared(model: PreTrainedModel, make_copy: RandomCopy, narrows: bool) -> str | None:
-    small = make_copy(model, narrows=narrows)
+def _compared(model: PreTrainedModel, make: Miniature, narrows: bool) -> str | None:
+    small = make(model, narrows=narrows)
     prompts = [[3 + (7 * place + 5 * num) % 60 for place in range(num)] for num in _PROMPT_LENS]
     alone = [generate_forced(small, [prompt], _PAD_TOKEN_ID, _NUM_NEW) for prompt in prompts]
     if not all(bool(logits.isfinite().all()) for logits in alone):

@@ -8,6 +8,7 @@ layers with random weights of the same config, when a model is loaded first. Wha
 version of transformers in the user's cache folder.
 """
 
+import copy
 import json
 import logging
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any, Final
 import transformers
 from transformers import PreTrainedModel
 
-from zinfer.model.padding import rotary_border
+from zinfer.model.miniature import rotary_border, shrink
 from zinfer.model.sharding.plans import divides_experts, is_divided
 from zinfer.nvme.whole_file import cache_folder, replace_file
 
@@ -114,11 +115,15 @@ def limited(config: Any, batching: Batching) -> Batching:
 
 
 def _key(model: PreTrainedModel) -> str:
-    """Identify a class and all of its options, also those of layers; token ids and the vocabulary are left out."""
-    config: Any = model.config.get_text_config(decoder=True)
+    """Identify a class and its options, also the kinds of its layers, without sizes and token ids."""
+    config: Any = copy.deepcopy(model.config.get_text_config(decoder=True))
+    shrink(config)
     options = {name: value for name, value in config.to_dict().items() if name not in _NAMES}
-    options = {name: value for name, value in options.items() if not name.endswith("_token_id")} | {"vocab_size": None}
-    stated = [VERSION, transformers.__version__, type(model).__name__, options]
+    options = {name: value for name, value in options.items() if not name.endswith("_token_id")}
+    num_layers = options.pop("num_hidden_layers", None)
+    by_layer = [name for name, value in options.items() if isinstance(value, list) and len(value) == num_layers]
+    kinds = sorted({str(kind) for kind in zip(*(options.pop(name) for name in by_layer), strict=True)})
+    stated = [VERSION, transformers.__version__, type(model).__name__, by_layer, kinds, options]
     return sha256(json.dumps(stated, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
