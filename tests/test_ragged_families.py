@@ -94,8 +94,8 @@ def test_a_damaged_record_is_measured_again(
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("gemma3_text", {"use_bidirectional_attention": True}, "other logits than each alone"),
-        ("gpt_neo", {}, "other logits than each alone"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "other logits than each alone, measured"),
+        ("gpt_neo", {}, "other logits than each alone, measured"),
         ("llama", {"layer_types": ["linear_attention", "full_attention"]}, "keeps LinearAttention"),
     ],
 )

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from zinfer.batching.ragged import Part
+from zinfer.errors import ConfigError
 from zinfer.kernels.attention_arguments import AttentionRule
 from zinfer.kernels.kv_pages import KVPages
 from zinfer.kernels.paged_attention import paged_attention
@@ -54,14 +55,24 @@ class PagedAttention:
 
         Returns:
             [tokens, heads, value_dim].
+
+        Raises:
+            ConfigError: the layer's keys and values are not those that the model's config lets pages be made for.
         """
         assert self._part is not None, "no pass is under way"
         pages = self._layers[layer]
         assert pages is not None, f"the pages of layer {layer} are not on the device"
-        assert key.shape[1:] == pages.keys.shape[2:], f"keys {tuple(key.shape)}, pages {tuple(pages.keys.shape)}"
-        assert value.shape[1:] == pages.values.shape[2:], f"values {tuple(value.shape)}"
+        if key.shape[1:] != pages.keys.shape[2:] or value.shape[1:] != pages.values.shape[2:]:
+            raise ConfigError(
+                f"keys of {_heads(key)} and values of {_heads(value)} in layer {layer} do not fit its pages, of "
+                f"{_heads(pages.keys)} and {_heads(pages.values)}"
+            )
         write_pages(pages, key, value, self._part.places)
         return paged_attention(query, pages, self._part.layout, rule)
+
+
+def _heads(tensor: torch.Tensor) -> str:
+    return f"{tensor.shape[-2]} heads x {tensor.shape[-1]}"
 
 
 _current: ContextVar[PagedAttention] = ContextVar("zinfer_paged_attention")

@@ -101,8 +101,8 @@ def _difference(model: PreTrainedModel, *, narrows: bool) -> str | None:
         try:
             return _compared(model, make, narrows)
         except Exception as error:  # a class that such a copy does not suit may fail in any way
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            why = why or f"a few of its layers could not be measured in them ({said:.150})"
+            said = " ".join(f"{error}".split()) or type(error).__name__
+            why = why or f"a few of its layers do not run in them ({said:.150})"
     return why
 
 
@@ -116,10 +116,7 @@ def _compared(model: PreTrainedModel, make: Miniature, narrows: bool) -> str | N
     errors = [float((own - found).abs().max() / own.std()) for own, found in zip(alone, together, strict=True)]
     if max(errors) <= TOLERANCE:  # NaN is not
         return None
-    return (
-        "measured on a few of its layers, sequences that share a pass get other logits than each alone, so its code "
-        "counts, mixes or attends to tokens by their places in a batch"
-    )
+    return "sequences that share a pass get other logits than each alone, measured on a few of its layers"
 
 
 def _ragged(small: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -133,7 +130,7 @@ def _ragged(small: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> list[to
         TokenSequence(number, tuple(prompt), _NUM_NEW, pages=list(range(number, num_pages, len(prompts))))
         for number, prompt in enumerate(prompts)
     ]
-    forward = PagedForward(small, list(find_layers(small).values()), cache)
+    forward = PagedForward(small, find_layers(small), cache)
     builder = BatchBuilder(_PAGE_SIZE, device, stride=cache.stride)
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     try:

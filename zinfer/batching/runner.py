@@ -1,7 +1,7 @@
 """Runs passes: a ragged batch through transformers' modules, with resident or streamed weights."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from zinfer.batching.parts import PartedLayers
 from zinfer.batching.pass_bucket import PassBucket, find_bucket
 from zinfer.batching.ragged import Part, RaggedBatch
 from zinfer.engine.streamed_model import StreamedModel
+from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.kv_cache.base import PageCache
@@ -74,21 +75,38 @@ def _most_replayed_tokens(model: StreamedModel, graphs: ForwardGraphs | None) ->
     return min(map(int, model.ranks.exchange(most)))
 
 
+def _decoder_layers(module: nn.Module, layers: Mapping[str, nn.Module], count: int) -> list[nn.Module]:
+    """Return the last list of layers with ``count`` members, one for each layer of the cache."""
+    lists: dict[str, list[nn.Module]] = {}
+    for name, layer in layers.items():
+        lists.setdefault(name.rpartition(".")[0], []).append(layer)
+    if not (found := [each for each in lists.values() if len(each) == count]):
+        sizes = ", ".join(str(len(each)) for each in lists.values())
+        raise ConfigError(
+            f"a {type(module).__name__} caches keys and values of {count} layers, and its lists of layers have {sizes}"
+        )
+    return found[-1]
+
+
 class PagedForward:
     """A module's forward over ragged batches and a paged cache, with the attention of its layers, until `close`.
 
     Args:
         module: of a family that attends through transformers' interface, or has an adapter in `adapters`.
-        layers: its layers, in order.
-        cache: has as many layers as the module.
+        layers: its layers by name, in order; those of a vision or audio tower may be among them.
+        cache: has as many layers as the module's decoder.
+
+    Raises:
+        ConfigError: the decoder's layers are not one list.
     """
 
-    def __init__(self, module: PreTrainedModel, layers: Sequence[nn.Module], cache: PageCache) -> None:
+    def __init__(self, module: PreTrainedModel, layers: Mapping[str, nn.Module], cache: PageCache) -> None:
         self._module = module
         self._patches = ModulePatches()
         needs_mask = patch_attention(module, self._patches)
         self._attention = PagedAttention(cache.layers)
-        self._layers = PartedLayers(self._patches, layers, self._attention, cache)
+        own = _decoder_layers(module, layers, len(cache.layers))
+        self._layers = PartedLayers(self._patches, own, self._attention, cache)
         self._config: Any = module.config.get_text_config(decoder=True)
         self._before = self._config._attn_implementation
         self._config._attn_implementation = MASKED_NAME if needs_mask else NAME
@@ -128,7 +146,7 @@ class PassRunner:
         self.model = model
         self.num_passes = 0
         self.is_settled = True
-        self._forward = PagedForward(model.module, model.layers, cache)
+        self._forward = PagedForward(model.module, model.named_layers, cache)
         if model.stages is not None:
             model.stages.shares_logits = False  # the last stage draws, and sends tokens
         self._graphs = graphs

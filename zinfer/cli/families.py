@@ -1,5 +1,6 @@
 """`zinfer families`: the tested models, and the features that each supports."""
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -59,8 +60,8 @@ def families_table() -> "Table":
 
 
 def families_markdown() -> str:
-    """Return the table in Markdown, as in docs/families.md."""
-    from zinfer.model.families import FAMILIES
+    """Return the tables in Markdown, as in docs/families.md."""
+    from zinfer.model.families import FAMILIES, TOGETHER, walked_types, walked_version
 
     rows = [_COLUMNS, ("---",) * len(_COLUMNS)]
     for family in FAMILIES:
@@ -68,4 +69,16 @@ def families_markdown() -> str:
         batched, *parallel = ("yes" if each else "" for each in can)
         classes, fused = ", ".join(family.classes), "; ".join(family.fused)
         rows.append((family.name, family.models, classes, "yes", batched, fused, *parallel))
+    walked = walked_types()
+    num_together = sum(how.startswith(TOGETHER) for _, how in walked.values())
+    begin = (
+        f"\n## All causal language models\n\nOf the {len(walked)} model types of transformers {walked_version()} with "
+        f"a causal language model, `LLM` takes {num_together}, with their usual options.\n\n"
+    )
+    types = [("model type", "class", "sequences run"), ("---",) * 3]
+    types += [(model_type, name, how) for model_type, (name, how) in walked.items()]
+    return _markdown(rows) + begin + _markdown(types)
+
+
+def _markdown(rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -12,7 +12,9 @@ import copy
 import json
 import logging
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from hashlib import sha256
+from importlib.resources import files
 from typing import Any, Final
 
 import transformers
@@ -61,9 +63,34 @@ class Batching:
     limited_by: str | None = None
 
 
-def is_trusted(config: Any) -> bool:
-    """Whether no measurement is needed for a model of this text config: its type was verified, and it has no oddity."""
-    if config.model_type not in INTERFACED and config.model_type not in ADAPTED:
+TOGETHER: Final = "together"
+WALK_NAME: Final = "family_walk.json"
+
+
+@cache
+def walked_types() -> dict[str, tuple[str, str]]:
+    """Return for each causal model type of transformers its class, and how its usual options run.
+
+    That is `TOGETHER`, maybe with a limit; "padded: " and why; or "refused: " and why. `tests/walked_models.py` writes
+    them.
+    """
+    return {model_type: (name, how) for model_type, (name, how) in _read_walk()["types"].items()}
+
+
+def walked_version() -> str:
+    """Return the version of transformers whose models `walked_types` has."""
+    return str(_read_walk()["transformers"])
+
+
+@cache
+def _read_walk() -> Any:
+    return json.loads(files("zinfer.model").joinpath(WALK_NAME).read_text())
+
+
+def is_trusted(model: PreTrainedModel) -> bool:
+    """Whether no measurement is needed: the model's type was verified, and neither its class nor an option is odd."""
+    config: Any = model.config
+    if config.get_text_config(decoder=True) is not config or config.model_type not in INTERFACED | ADAPTED:
         return False
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     oddities = [name for name in _UNPLAIN if getattr(config, name, False)]
@@ -73,7 +100,7 @@ def is_trusted(config: Any) -> bool:
 def recall_batching(model: PreTrainedModel) -> Batching | None:
     """Return what is known of a model's class with its options; None: it was not measured on this machine."""
     config: Any = model.config.get_text_config(decoder=True)
-    if is_trusted(config):
+    if is_trusted(model):
         return limited(config, Batching())
     key = _key(model)
     if key not in _found:
@@ -177,7 +204,7 @@ class Family:
     @property
     def is_batched(self) -> bool:
         """Whether `zinfer.LLM` and jobs run it by continuous batching."""
-        return self.model_type in INTERFACED or self.model_type in ADAPTED
+        return walked_types().get(self.model_type, ("", ""))[1].startswith(TOGETHER)
 
     @property
     def is_tensor_parallel(self) -> bool:

@@ -23,7 +23,7 @@ from zinfer.errors import ConfigError
 from zinfer.model.build import build_on_meta
 from zinfer.model.context_length import is_encoder_decoder
 from zinfer.model.partition import find_layers
-from zinfer.model.stage import ShorterModel, count_to_all_kinds
+from zinfer.model.stage import ShorterModel, count_to_all_kinds, lists_by_layer
 
 _WINDOW: Final = 4
 """Attention windows and chunks in the measurement, so that its rows exceed them."""
@@ -107,19 +107,29 @@ def _first_layers(model: PreTrainedModel, *, narrows: bool = True, shrinks: bool
     return _with_random_weights(small)
 
 
-def _shorter_lists(model: PreTrainedModel, *, narrows: bool = True) -> PreTrainedModel:
-    """Make one of each list of layers; the config states the number of all."""
-    small = _rebuilt(model, narrows, shrinks=False)
+def _shorter_lists(model: PreTrainedModel, *, narrows: bool = True, shrinks: bool = False) -> PreTrainedModel:
+    """Make one of each list of layers; only the number of a decoder's is stated."""
+    small = _rebuilt(model, narrows, shrinks)
+    text: Any = small.config.get_text_config(decoder=True)
     lists: dict[str, dict[str, nn.Module]] = {}
     for name, layer in find_layers(small).items():
         lists.setdefault(name.rpartition(".")[0], {})[name] = layer
     for path, layers in lists.items():
         if isinstance(found := small.get_submodule(path), nn.ModuleList) and len(found) == len(layers):
             del found[count_to_all_kinds(small, layers) + 1 :]
+            if len(layers) == getattr(text, "num_hidden_layers", None):
+                for name, values in list(lists_by_layer(text, len(layers))):
+                    setattr(text, name, values[: len(found)])
+                text.num_hidden_layers = len(found)
     return _with_random_weights(small)
 
 
-MINIATURES: Final[tuple[Miniature, ...]] = (partial(_first_layers, shrinks=True), _first_layers, _shorter_lists)
+MINIATURES: Final[tuple[Miniature, ...]] = (
+    partial(_first_layers, shrinks=True),
+    partial(_shorter_lists, shrinks=True),
+    _first_layers,
+    _shorter_lists,
+)
 """From the fastest, which suits the fewest classes, to the one that suits most; what does not suit one raises."""
 
 
@@ -130,14 +140,14 @@ def _rebuilt(model: PreTrainedModel, narrows: bool, shrinks: bool) -> PreTrained
     if narrows:
         _narrow_windows(text)
     if shrinks:
-        shrink(text)
+        shrink(config)
     if getattr(text, "_experts_implementation", None) is not None:
         text._experts_implementation = "eager"  # the others copy the weights of all experts
     return build_on_meta(type(model), config)
 
 
 def shrink(config: Any) -> None:
-    """Let a text config state small sizes, and all else as before."""
+    """Let a config state small sizes, and all else as before."""
     own = dict(vars(config))
     num_heads = max((own.get(name) or 0 for name in ("num_attention_heads", "n_heads", "n_head")), default=0)
     for name, size in own.items():

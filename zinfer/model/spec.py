@@ -277,8 +277,12 @@ def _attention(text: PretrainedConfig, hidden: int, num_heads: int, num_layers: 
         # Its config states the number for one of three layouts; transformers' cache may hold a copy for every head.
         several = int(text.num_kv_heads) if text.new_decoder_architecture else num_heads
         num_paged = 1 if text.multi_query and not text.new_decoder_architecture else several
-    kv = KVShape(num_layers, num_paged, head_dim, head_dim)
-    return num_heads * head_dim, 2 * num_kv_heads * head_dim, 2 * num_heads * head_dim, kv
+    elif text.model_type == "jetmoe":  # repeats keys for each of a token's experts
+        num_paged = num_heads
+    value_dim = _widest(text, "v_head_dim") or head_dim
+    kv = KVShape(num_layers, num_paged, head_dim, value_dim)
+    both = head_dim + value_dim
+    return num_heads * max(head_dim, value_dim), num_kv_heads * both, num_heads * both, kv
 
 
 def _latent_attention(text: PretrainedConfig, hidden: int, num_heads: int, num_layers: int) -> _AttentionWidths:

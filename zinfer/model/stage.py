@@ -23,7 +23,7 @@ from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
 from zinfer.model.partition import find_layers
 
-_BY_LAYER: Final = ("layer_types", "mlp_layer_types")
+_BY_LAYER: Final = ("layer_types", "mlp_layer_types", "num_attention_heads_per_layer")
 """Members of a config with an entry for each layer."""
 _T = TypeVar("_T")
 
@@ -58,7 +58,7 @@ class ShorterModel:
         self.layers = dict(list(layers.items())[slice(*bounds)])
         self._undone: list[Callable[[], object]] = []
         config = model.config.get_text_config(decoder=True)
-        for name in ("num_hidden_layers", *(name for name, _ in _lists_by_layer(config, len(layers)))):
+        for name in ("num_hidden_layers", *(name for name, _ in lists_by_layer(config, len(layers)))):
             held = getattr(type(config), config.attribute_map.get(name, name), None)
             if not hasattr(config, name) or getattr(held, "fset", config) is None:
                 raise ConfigError(f"the config of a {type(model).__name__} states no {name} that could be lowered")
@@ -90,7 +90,7 @@ class ShorterModel:
                 if isinstance(number := vars(module).get("layer_idx"), int):
                     self._set(module, "layer_idx", number - self._begin)
         config: Any = self._model.config.get_text_config(decoder=True)
-        for name, values in _lists_by_layer(config, self.num_all):
+        for name, values in lists_by_layer(config, self.num_all):
             self._set(config, name, values[self._begin : self._begin + len(self.layers)])
         self._set(config, "num_hidden_layers", len(self.layers))
 
@@ -122,14 +122,15 @@ def count_to_all_kinds(model: PreTrainedModel, layers: Mapping[str, nn.Module]) 
 def _kinds(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> Iterator[Hashable]:
     """Yield what tells the kind of each layer: what the config calls it, and its modules' classes and shapes."""
     config = model.config.get_text_config(decoder=True)
-    lists = [values for _, values in _lists_by_layer(config, len(layers))]
+    lists = [values for _, values in lists_by_layer(config, len(layers))]
     for number, layer in enumerate(layers.values()):
         classes = [type(module) for module in layer.modules()]
         shapes = [(name, each.shape) for name, each in layer.named_parameters()]
         yield (*(str(values[number]) for values in lists), *classes, *shapes)
 
 
-def _lists_by_layer(config: Any, num_layers: int) -> Iterator[tuple[str, Sequence[Any]]]:
+def lists_by_layer(config: Any, num_layers: int) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the members of a config that have an entry for each of so many layers."""
     for name in _BY_LAYER:
         values = getattr(config, name, None)
         if isinstance(values, list | tuple) and len(values) == num_layers:
