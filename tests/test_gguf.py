@@ -11,18 +11,19 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_support import FAMILIES, TYPES, write_gguf
+from gguf_support import FAMILIES, TYPES, encoded, write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_cache_support import engine_of, only
+from packed_cache_support import engine_of
 
 from zinfer.errors import CheckpointError
 from zinfer.model.outline import read_outline
 from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.weights import resolve_folder
-from zinfer.weights.formats.gguf import decode
+from zinfer.weights.block_parameter import SlabBlocks
+from zinfer.weights.formats.gguf import BlockForm, decode
 from zinfer.weights.gguf_header import GGML_TYPES, read_gguf_header
-from zinfer.weights.gguf_model import GgufModel
+from zinfer.weights.gguf_model import GgufModel, Recipe
 
 IDS = torch.tensor([[5, 77, 120, 9, 33, 250, 14, 2, 8, 99]])
 
@@ -33,7 +34,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def logits_of(path: Path, **options: Any) -> torch.Tensor:
-    with engine_of(str(path), options.pop("nvme_path", None), dtype="fp32", **{"home": "none"} | options) as engine:
+    options = {"nvme_path": None, "dtype": "fp32", "home": "none"} | options
+    with engine_of(str(path), **options) as engine:
         found: torch.Tensor = engine(IDS).logits
         return found
 
@@ -59,26 +61,85 @@ def test_sizes_of_blocks_are_those_of_ggml() -> None:
         assert (number, type.values, type.nbytes) == (kind.value, *gguf.GGML_QUANT_SIZES[kind])
 
 
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("home", ["none", "nvme"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_computes_the_logits_of_its_decoded_weights(family: str, tmp_path: Path) -> None:
+def test_a_family_computes_the_logits_of_its_decoded_weights(family: str, home: str, tmp_path: Path) -> None:
+    """Decoded while it is loaded, and in blocks that stream from the file."""
     model = write_gguf(tmp_path / "model.gguf", family, "Q5_K", types={"ffn_down": "Q6_K", "attn_v": "Q8_0"})
-    torch.testing.assert_close(logits_of(tmp_path / "model.gguf"), model(IDS).logits, rtol=0, atol=1e-5)
+    found = logits_of(tmp_path / "model.gguf", home=home)
+    torch.testing.assert_close(found, model(IDS).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("home", ["none", "nvme"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 @pytest.mark.parametrize("type", TYPES)
-def test_a_type_computes_the_logits_of_its_decoded_weights(type: str, family: str, tmp_path: Path) -> None:
+def test_a_type_computes_the_logits_of_its_decoded_weights(type: str, family: str, home: str, tmp_path: Path) -> None:
     model = write_gguf(tmp_path / "model.gguf", family, type)
-    torch.testing.assert_close(logits_of(tmp_path / "model.gguf"), model(IDS).logits, rtol=0, atol=1e-5)
+    found = logits_of(tmp_path / "model.gguf", home=home)
+    torch.testing.assert_close(found, model(IDS).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2"])
-def test_logits_are_alike_from_every_home(family: str, tmp_path: Path) -> None:
+def test_logits_in_bfloat16_are_those_of_values_decoded_while_they_are_loaded(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, family, "Q4_K")
+    found = [logits_of(path, dtype="bf16", home=home) for home in ("none", "cpu", "nvme")]
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[2], rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_blocks_stream_as_they_are_stored(family: str, tmp_path: Path) -> None:
+    """From disk the bytes of the file are moved, and nothing else is written."""
     path, nvme_path = tmp_path / "model.gguf", tmp_path / "nvme"
-    wanted = write_gguf(path, family, "Q4_K")(IDS).logits
-    for options in ({"home": "cpu"}, {"home": "nvme", "nvme_path": nvme_path}):
-        torch.testing.assert_close(logits_of(path, **options), wanted, rtol=0, atol=1e-5)
-    assert only(nvme_path).name.startswith("model-")
+    write_gguf(path, family, "Q4_K")
+    tensors = read_gguf_header(path).tensors.values()
+    layers = sum(tensor.nbytes for tensor in tensors if tensor.name.startswith("blk."))
+    with engine_of(str(path), nvme_path, dtype="fp32", home="nvme") as engine:
+        moved = engine.stats().disk_bytes_per_pass
+    assert 0.99 * layers < moved < 1.1 * sum(tensor.nbytes for tensor in tensors)
+    assert not nvme_path.exists() or not list(nvme_path.iterdir())
+
+
+def slab_of(place: SlabBlocks, blocks: torch.Tensor) -> torch.Tensor:
+    """A slab with the rows of blocks in their places."""
+    slab = torch.zeros(place.nbytes, dtype=torch.uint8)
+    for part, rows in zip(place.parts(), blocks.chunk(len(place.forms)), strict=True):
+        part.view(slab).copy_(rows)
+    return slab
+
+
+@pytest.mark.parametrize("rows", [1, 64, 130])
+@pytest.mark.parametrize("type", ["Q4_K", "MXFP4", "Q6_K"])
+def test_a_parameter_in_blocks_computes_as_its_values(rows: int, type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ranges of rows, also of heads whose halves are interleaved; and single rows, experts and all together."""
+    monkeypatch.setattr("zinfer.weights.formats.gguf.SLICE_VALUES", 1000)
+    kind = next(each for each in GGML_TYPES.values() if each.name == type)
+    octets = encoded(
+        np.random.default_rng(0).standard_normal((rows * 4, 256), np.float32), type, np.random.default_rng(0)
+    )[0]
+    blocks = torch.from_numpy(octets)
+    for recipe, shape, pieces in (
+        (Recipe.ROWS, (rows * 4, 256), 1),
+        (Recipe.HALVES, (rows * 4, 256), 1),
+        (Recipe.ROWS, (4, rows, 256), 4),
+    ):
+        own = rows * 4 // pieces
+        form = BlockForm((own, 256), recipe, 4, (kind,), ((own, blocks.shape[1]),))
+        place = SlabBlocks("weight", torch.float32, shape, forms=(form,) * pieces)
+        parameter = place.parameter(slab_of(place, blocks))
+        values = parameter.decoded()
+        assert parameter.shape == values.shape == shape
+        x = torch.randn(3, 256)
+        if len(shape) == 3:
+            assert torch.equal(parameter[2], values[2])
+        else:
+            torch.testing.assert_close(torch.nn.functional.linear(x, parameter), x @ values.T, rtol=1e-5, atol=1e-4)
+            picked = torch.tensor([[0, rows], [1, 0]])
+            assert torch.equal(torch.nn.functional.embedding(picked, parameter), values[picked])
+        torch.testing.assert_close(parameter * 2, values * 2)
 
 
 def refusal(path: Path) -> str:

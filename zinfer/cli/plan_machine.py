@@ -129,9 +129,10 @@ def open_case(
         from zinfer.cli.plan_ranks import parse_parallel
         from zinfer.config import resolve_settings
         from zinfer.jobs.request import WEIGHTS
-        from zinfer.model.outline import check_settings, read_outline
+        from zinfer.model.outline import check_settings, keeps_blocks, read_outline
         from zinfer.planning.plan import Case
         from zinfer.planning.presets import find_preset, probed_machine, this_machine
+        from zinfer.probe.limits import choose_device
         from zinfer.weights.folder import find_folder, holds_config_alone
 
     if known is None or options.preset is None:
@@ -152,7 +153,9 @@ def open_case(
         machine = probed_machine(settings, options.probe)
     elif known is not None or holds_config_alone(find_folder(model)):
         machine = this_machine(settings, ())
-    outline = read_outline(model, settings.dtype, settings.quantization)
+    on_cuda = choose_device(settings).type == "cuda" if machine is None else machine.limits.on_cuda
+    in_blocks = keeps_blocks(settings, on_cuda=on_cuda)
+    outline = read_outline(model, settings.dtype, settings.quantization, in_blocks=in_blocks)
     check_settings(outline, settings)
     machine = machine or this_machine(settings, outline.files)
     for line in machine.limits.overstated(settings.memory, machine.device_memory_bytes):

@@ -263,16 +263,18 @@ def _show_plan(
     with importing():
         from zinfer.config import resolve_settings
         from zinfer.jobs.token_rows import sample_rows
-        from zinfer.model.outline import check_settings, read_outline
+        from zinfer.model.outline import check_settings, keeps_blocks, read_outline
         from zinfer.planning.job_search import plan_job
         from zinfer.planning.plan import Case
         from zinfer.planning.presets import this_machine
         from zinfer.planning.tables import job_table
+        from zinfer.probe.limits import choose_device
         from zinfer.requests.prompt_encoder import find_tokenizer
 
     settings = resolve_settings(config, keys, swaps=True, options=STATED_BY)
     form.check()
-    outline = read_outline(model, settings.dtype, settings.quantization)
+    in_blocks = keeps_blocks(settings, on_cuda=choose_device(settings).type == "cuda")
+    outline = read_outline(model, settings.dtype, settings.quantization, in_blocks=in_blocks)
     check_settings(outline, settings)
     sample = sample_rows(input, model, outline.spec.vocab, form, outline.limits(settings), **options)
     first, tokenizer = sample.prompts[0], find_tokenizer(model)

@@ -1,6 +1,6 @@
 """A model before its blocks have homes: the module, its weight files, and its blocks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from zinfer.errors import ConfigError
 from zinfer.inject.fusion_groups import FusionGroup, find_packs, packs_in
 from zinfer.model.build import find_dtype, report_device, warn_of_overflow
 from zinfer.model.matching import Weight, load_buffers, match_weights
+from zinfer.model.outline import keeps_blocks
 from zinfer.model.partition import ModelBlock, partition_model, warn_of_missing
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.stage import ShorterModel
@@ -23,12 +24,13 @@ from zinfer.offload.partition import WHOLE, Partition
 from zinfer.planning.device_cap import DeviceParts
 from zinfer.planning.memory import Footprint, beside_request
 from zinfer.planning.placement import Plan, make_plan
-from zinfer.probe.limits import MachineLimits
+from zinfer.probe.limits import MachineLimits, choose_device
 from zinfer.ranks.mesh import DIVIDING
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.store.caches import ModuleFile, module_file, stored_copy
 from zinfer.store.source import LoadedWeights, check_alike, part_of
 from zinfer.weights import Checkpoint
+from zinfer.weights.block_parameter import SlabBlocks
 from zinfer.weights.quantized import find_stored_scheme
 
 
@@ -126,8 +128,16 @@ class PreparedModel:
         together = [names for pack in packs for names in pack.parameters]
         rules, classes = settings.quantization, settings.block_classes
         blocks = partition_model(
-            module, weights, rules, checksums=checksums, together=together, classes=classes, leaves=settings.leaves
+            module,
+            weights,
+            rules,
+            checksums=checksums,
+            together=together,
+            classes=classes,
+            leaves=settings.leaves,
+            in_blocks=keeps_blocks(settings, on_cuda=choose_device(settings).type == "cuda"),
         )
+        _decode_experts_alone(module, blocks)
         return cls(module, settings, checkpoint, tuple(blocks), weights, packs)
 
     def with_packed_copy(self) -> "PreparedModel":
@@ -260,3 +270,10 @@ def _check_part(checkpoint: Checkpoint, part: str, sharding: Sharding | None, se
             f"{own or 'whole layers'}; give the folder with ds_inference_config.json, with the same tensor_parallel "
             "section and as many ranks"
         )
+
+
+def _decode_experts_alone(module: PreTrainedModel, blocks: Iterable[ModelBlock]) -> None:
+    """Have experts that stay in blocks computed one after another: transformers' other ways take all their values."""
+    tensors = (tensor for block in blocks for tensor in block.block.layout.tensors)
+    if any(isinstance(tensor, SlabBlocks) and len(tensor.shape) == 3 for tensor in tensors):
+        module.config.get_text_config()._experts_implementation = "eager"

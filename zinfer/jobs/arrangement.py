@@ -7,7 +7,7 @@ from zinfer.config import Settings
 from zinfer.config.source import config_keys
 from zinfer.errors import PlanError
 from zinfer.jobs.request import JobRequest
-from zinfer.model.outline import read_outline
+from zinfer.model.outline import keeps_blocks, read_outline
 from zinfer.planning.job_plan import Job
 from zinfer.planning.mesh_plan import MeshPlan, every_mesh_of, fastest_mesh, job_planner, plan_meshes
 from zinfer.planning.plan import Case
@@ -46,7 +46,8 @@ def choose_mesh(
         return usual
     may_round = settings.optimize == "speed" and request.generates
     try:
-        outline = read_outline(request.model, settings.dtype, settings.quantization)
+        in_blocks = keeps_blocks(settings, on_cuda=choose_device(settings).type == "cuda")
+        outline = read_outline(request.model, settings.dtype, settings.quantization, in_blocks=in_blocks)
         case = Case(outline, this_machine(settings, outline.files), settings)
         several = plan_meshes(
             case,

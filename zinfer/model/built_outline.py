@@ -43,12 +43,14 @@ class BuiltModel:
         weights: of the checkpoint, or made up.
         folder: the model's, where its packed store is assumed to be.
         stored: how matrices of made-up weights are stored, unless a plan states otherwise; None: in full.
+        in_blocks: whether weights in GGUF's blocks stay so, where nothing is quantized.
     """
 
     tree: PreTrainedModel
     weights: Mapping[str, Weight]
     folder: Path
     stored: Quantization | None = None
+    in_blocks: bool = False
 
     @property
     def parameter_names(self) -> list[str]:
@@ -70,11 +72,16 @@ class BuiltModel:
 
     def _partition(self, weights: Mapping[str, Weight], quantization: Quantization | None) -> tuple[ModelBlock, ...]:
         rules = quantization or self.stored
-        return tuple(_as_in_store(block, self.folder) for block in partition_model(self.tree, weights, rules))
+        blocks = partition_model(self.tree, weights, rules, in_blocks=self.in_blocks and rules is None)
+        return tuple(_as_in_store(block, self.folder) for block in blocks)
 
 
 def built_outline(
-    model: str | os.PathLike[str], dtype: torch.dtype | None = None, quantization: Quantization | None = None
+    model: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    quantization: Quantization | None = None,
+    *,
+    in_blocks: bool = False,
 ) -> Outline:
     """Read the outline of a checkpoint, or of a folder with config.json and no safetensors; as `read_outline`."""
     folder = find_folder(model)
@@ -85,7 +92,7 @@ def built_outline(
         tree = build_meta_model(checkpoint, dtype)
     scheme = find_stored_scheme(checkpoint)
     stored = scheme.planned if scheme is not None and holds_config_alone(folder) else None
-    built = BuiltModel(tree, match_weights(tree, checkpoint, scheme), folder, stored)
+    built = BuiltModel(tree, match_weights(tree, checkpoint, scheme), folder, stored, in_blocks)
     return Outline(
         name=os.fspath(model),
         blocks=built.blocks(quantization),

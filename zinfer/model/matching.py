@@ -25,12 +25,12 @@ from zinfer.model.sharding.weights import CutTensor
 from zinfer.weights import Checkpoint, JoinedTensor, TensorEntry
 from zinfer.weights.folder import listed
 from zinfer.weights.formats import Scheme
-from zinfer.weights.formats.gguf import EncodedStack, EncodedTensor
+from zinfer.weights.formats.gguf import EncodedTensor
 from zinfer.weights.quantized import JoinedMatrix, StoredMatrix
 
 Stored: TypeAlias = TensorEntry | StoredMatrix | EncodedTensor
 """What a checkpoint holds under a name."""
-_Joined: TypeAlias = JoinedTensor | JoinedMatrix | EncodedStack
+_Joined: TypeAlias = JoinedTensor | JoinedMatrix | EncodedTensor
 # The chains of operations that only concatenate tensors, as (operation, dimension). After stacking along 0 and joining
 # along 1, the tensors of one expert are neighbours.
 _STACKED: Final = (("MergeModulelist", 0),)
@@ -100,7 +100,7 @@ def _joined(target: str, shape: tuple[int, ...], pieces: Sequence[Stored]) -> _J
         return JoinedMatrix.join(target, shape, matrices)
     encoded = [piece for piece in pieces if isinstance(piece, EncodedTensor)]
     if len(encoded) == len(pieces):
-        return EncodedStack.join(target, shape, encoded)
+        return EncodedTensor.join(target, shape, encoded)
     tensors = [piece for piece in pieces if isinstance(piece, TensorEntry)]
     return JoinedTensor.of(target, shape, tensors) if len(tensors) == len(pieces) else None
 
@@ -200,7 +200,7 @@ def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> Mapping[st
     """Return the checkpoint's tensors by name, with the parts of a quantized parameter joined under its name."""
     if scheme is None:
         encoded = {
-            name: EncodedTensor(name, form, tuple(checkpoint.tensors[part.name] for part in form.parts))
+            name: EncodedTensor.of(name, form, [checkpoint.tensors[part.name] for part in form.parts])
             for name, form in checkpoint.encoded.items()
         }
         blocks = {entry.name for each in encoded.values() for entry in each.blocks}

@@ -143,8 +143,18 @@ class Outline:
         return sum(block.block.nbytes for block in self.blocks)
 
 
+def keeps_blocks(settings: Settings, *, on_cuda: bool) -> bool:
+    """Return whether weights in GGUF's blocks stay so under these settings ([Note: blocks stay as stored])."""
+    device = settings.offload.device
+    return settings.quantization is None and (device == "nvme" or (on_cuda and device != "none"))
+
+
 def read_outline(
-    model: str | os.PathLike[str], dtype: torch.dtype | None = None, quantization: Quantization | None = None
+    model: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    quantization: Quantization | None = None,
+    *,
+    in_blocks: bool = False,
 ) -> Outline:
     """Read the outline of a checkpoint, of a folder with config.json and no safetensors, or of a published model.
 
@@ -153,6 +163,7 @@ def read_outline(
             knows.
         dtype: that the weights are cast to; None takes the checkpoint's own.
         quantization: which matrices are stored quantized; they are planned as if a store of them was on disk.
+        in_blocks: whether weights in GGUF's blocks stay so, as `keeps_blocks` says.
 
     Raises:
         CheckpointError: config.json is missing, describes no model, states no dtype or asks for quantized weights
@@ -169,7 +180,7 @@ def read_outline(
         return known_outline(known, dtype, quantization)
     from zinfer.model.built_outline import built_outline  # imports torch and transformers
 
-    return built_outline(model, dtype, quantization)
+    return built_outline(model, dtype, quantization, in_blocks=in_blocks)
 
 
 def check_settings(outline: Outline, settings: Settings) -> None:

@@ -26,6 +26,7 @@ from zinfer.model.matching import Weight, holds_transpose
 from zinfer.model.quantize import Form, find_form, find_rounding
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
+from zinfer.weights.block_parameter import SlabBlocks
 from zinfer.weights.formats.gguf import EncodedTensor
 from zinfer.weights.quantized import Quantizing, Rounding, Squares, StoredMatrix, StoredPart
 from zinfer.weights.slab_matrix import SlabMatrix, interleave
@@ -245,6 +246,8 @@ def partition_model(
     together: Iterable[Sequence[str]] = (),
     classes: Sequence[BlockClass] = (),
     leaves: LeafModules = NO_LEAVES,
+    *,
+    in_blocks: bool = False,
 ) -> list[ModelBlock]:
     """Partition a model into blocks, in its own order; every parameter is in exactly one.
 
@@ -257,6 +260,7 @@ def partition_model(
         together: groups of parameter names to place next to each other in a slab, if in one block.
         classes: of modules that are layers too.
         leaves: names modules that are in one block each.
+        in_blocks: whether weights in GGUF's blocks stay so.
 
     Raises:
         CheckpointError: the model's layers cannot be found.
@@ -268,7 +272,7 @@ def partition_model(
     packs = {name: tuple(pack) for pack in together for name in pack}
     form = find_form(rules, scales_columns=squares is not None)
     rounding = find_rounding(rules, squares)
-    partitioner = _Partitioner(model, parameters, weights, bytes_of, rules, form, rounding, packs)
+    partitioner = _Partitioner(model, parameters, weights, bytes_of, rules, form, rounding, packs, in_blocks)
     layers = find_layers(model, classes)
     pieces = _joined(_pieces(model, layers, find_leaves(model, layers, leaves)), bytes_of)
     blocks = [partitioner.finish(index, piece) for index, piece in enumerate(pieces)]
@@ -354,6 +358,7 @@ class _Partitioner:
     form: Form
     rounding: Rounding
     packs: Mapping[str, tuple[str, ...]]
+    in_blocks: bool
 
     def finish(self, index: int, piece: _Piece) -> ModelBlock:
         first: dict[Hashable, str] = {}
@@ -388,6 +393,8 @@ class _Partitioner:
     def _form_of(self, name: str) -> SlabTensor:
         module, parameter = self.model.get_submodule(name.rpartition(".")[0]), self.parameters[name]
         weight = self.weights.get(name)
+        if isinstance(weight, EncodedTensor) and self.in_blocks:
+            return SlabBlocks(name, parameter.dtype, tuple(parameter.shape), forms=weight.forms)
         if not isinstance(weight, StoredMatrix):
             return self.form(name, module, parameter)
         shape, transposed = tuple(parameter.shape), holds_transpose(module, parameter.dim())
@@ -408,15 +415,18 @@ class _Partitioner:
         """Whether the stored parameter must be converted, not only copied into the slab."""
         weight = self.weights.get(name)
         if isinstance(weight, EncodedTensor):
-            return True
+            return not isinstance(tensor, SlabBlocks)
         return isinstance(tensor, SlabMatrix) and not (isinstance(weight, StoredMatrix) and weight.encoding.is_native)
 
     def _extents(self, layout: SlabLayout, names: list[str]) -> Iterator[Extent]:
         """Yield the extents of weights that are stored in the slab's form."""
         for name, tensor in zip(names, layout.tensors, strict=True):
             weight = self.weights[name]
-            assert not isinstance(weight, EncodedTensor), "which is converted"
-            if not isinstance(weight, StoredMatrix):
+            if isinstance(weight, EncodedTensor):
+                assert isinstance(tensor, SlabBlocks), "others are converted"
+                for blocks, place in zip(weight.blocks, tensor.parts(), strict=True):
+                    yield from find_extents(blocks, place)
+            elif not isinstance(weight, StoredMatrix):
                 yield from find_extents(weight, tensor)
             else:
                 assert isinstance(tensor, SlabMatrix)

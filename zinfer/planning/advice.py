@@ -18,7 +18,6 @@ from zinfer.planning.memory import Request
 from zinfer.planning.plan import BatchPlan, Case, fit_batch
 from zinfer.planning.step_time import speed
 from zinfer.units import duration, human_bytes
-from zinfer.weights.slab_matrix import SlabMatrix
 
 _Plan = TypeVar("_Plan", BatchPlan, JobPlan)
 _QUANTIZED: Final[tuple[tuple[Literal[4, 8], int | None], ...]] = ((8, None), (4, 128))
@@ -178,7 +177,7 @@ def _with_quantized_weights(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan
 def _quantized(case: Case) -> Iterator[tuple[str, Case]]:
     """Yield quantization settings for an unquantized model, each with the case of the quantized model."""
     tensors = (tensor for block in case.outline.plain_blocks for tensor in block.layout.tensors)
-    if case.settings.quantization is not None or any(isinstance(tensor, SlabMatrix) for tensor in tensors):
+    if case.settings.quantization is not None or any(tensor.dequantized_bytes for tensor in tensors):
         return
     for bits, group_size in _QUANTIZED:
         rules = Quantization((QuantRule(bits=bits, group_size=group_size),))

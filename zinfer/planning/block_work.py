@@ -7,7 +7,6 @@ from typing import Final
 from zinfer.model.outline import PlannedBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block, SlabTensor
-from zinfer.weights.slab_matrix import SlabMatrix
 
 # Cost of transformers' modules on an H200 in passes of 16,384 tokens, as bytes and touches at a copy's rate. A 16-bit
 # value is widened, squared, averaged, scaled, narrowed and weighted: seven kernels that move 36 bytes.
@@ -64,7 +63,7 @@ def _work(block: PlannedBlock, spec: ModelSpec) -> BlockWork:
 
 def _dequantized_bytes(tensor: SlabTensor) -> int:
     """Return the bytes read and written to dequantize a matrix; 0 if its products use it quantized."""
-    if not isinstance(tensor, SlabMatrix) or tensor.quantizes_input:
+    if not tensor.dequantized_bytes or getattr(tensor, "quantizes_input", False):
         return 0
     return tensor.nbytes + tensor.numel * tensor.dtype.itemsize
 

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
-from zinfer.model.outline import read_outline
+from zinfer.model.outline import keeps_blocks, read_outline
 from zinfer.planning.job_plan import Job, JobPlan, plan_sizes
 from zinfer.planning.job_search import plan_forms
 from zinfer.planning.largest_part import num_devices
@@ -17,7 +17,7 @@ from zinfer.planning.plan import Case
 from zinfer.planning.presets import this_machine
 from zinfer.probe.card import read_card
 from zinfer.probe.findings import recall
-from zinfer.probe.limits import find_limits
+from zinfer.probe.limits import choose_device, find_limits
 from zinfer.ranks.mesh import ALONE, Mesh
 from zinfer.scheduling.page_allocator import pages_alone
 from zinfer.scheduling.speculation import choose_kind
@@ -73,7 +73,8 @@ def choose_sizes(
     if stated.draft_model is not None and stated.speculate != "off":
         say("the usual sizes, since the memory beside zinfer.draft_model is known once that is loaded")
         return unplanned
-    outline = read_outline(model, settings.dtype, settings.quantization)
+    in_blocks = keeps_blocks(settings, on_cuda=choose_device(settings).type == "cuda")
+    outline = read_outline(model, settings.dtype, settings.quantization, in_blocks=in_blocks)
     read, is_probed = outline.files or files, recall(read_card("cuda")) is not None
     machine = this_machine(settings, read if read or is_probed else None)
     try:

@@ -24,7 +24,6 @@ from zinfer.offload.partition import WHOLE, Partition
 from zinfer.planning.host_placement import HostPlanner, HostSide, HostSizes, spread
 from zinfer.probe.limits import MachineLimits
 from zinfer.units import human_bytes
-from zinfer.weights.slab_matrix import SlabMatrix
 
 _DEFAULT_NUM_SLOTS: Final = 2
 _MIXED_NUM_SLOTS: Final = 3  # one in use, one filling from host memory, one filling from disk
@@ -293,7 +292,7 @@ class _Planner:
             what, remedies = "zinfer.max_weight_memory", ["raise it"]
         if self.num_slots > 1 and largest.nbytes <= budget:
             remedies.append("lower zinfer.num_slots" if self.settings.num_slots else "set zinfer.num_slots to 1")
-        if not any(isinstance(tensor, SlabMatrix) for block in self.blocks for tensor in block.layout.tensors):
+        if not any(block.layout.max_dequantized_bytes for block in self.blocks):
             remedies.append('quantize the weights (zinfer.quantization {"bits": 4, "group_size": 128})')
         remedies = remedies or ["use a device with more memory"]
         return PlanError(

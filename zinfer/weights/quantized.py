@@ -21,7 +21,7 @@ from zinfer.offload.block import SlabLayout, SlabTensor
 from zinfer.weights import Checkpoint, TensorEntry
 from zinfer.weights.checkpoint import read_config
 from zinfer.weights.formats import Scheme, find_scheme
-from zinfer.weights.formats.gguf import EncodedTensor
+from zinfer.weights.formats.gguf import EncodedTensor, decode_pieces
 from zinfer.weights.formats.packing import GridToRows
 from zinfer.weights.formats.scheme import PATH, Encoding, least_cut
 from zinfer.weights.header import parse_object
@@ -306,10 +306,10 @@ class Quantizing:
                 blocks = [weights[f"{tensor.name}.{number}"] for number in range(len(encoded.blocks))]
                 if isinstance(tensor, SlabMatrix):
                     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=target.device)
-                    encoded.decode_into(values, blocks)
+                    decode_pieces(encoded.forms, values, blocks)
                     self._quantize(tensor, values, target)
                 else:
-                    encoded.decode_into(tensor.view(target), blocks)
+                    decode_pieces(encoded.forms, tensor.view(target), blocks)
             elif isinstance(tensor, SlabMatrix):
                 self._quantize(tensor, weights[tensor.name], target)
             else:

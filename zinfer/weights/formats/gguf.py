@@ -2,11 +2,13 @@
 
 A row of a matrix is a row of blocks; a block holds codes and the scales that they share (ggml's ggml-common.h; the
 package `gguf` computes the same values with numpy). `decode` takes bytes and returns float32 values, exactly those of
-ggml, by torch's operations, so that it runs where the bytes are. `EncodedTensor` makes a parameter of them.
+ggml, by torch's operations, so that it runs where the bytes are. A `BlockForm` makes a
+parameter of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -18,7 +20,7 @@ from zinfer.weights.gguf_model import Encoded, Recipe
 from zinfer.weights.header import TensorEntry
 
 _Decoder: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-_SLICE_VALUES: Final = 1 << 23
+SLICE_VALUES: Final = 1 << 23
 """Values decoded at once; temporaries take several times their bytes."""
 _LEVELS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the codes of IQ4_NL and IQ4_XS stand for (ggml's kvalues_iq4nl)."""
@@ -34,7 +36,7 @@ def decode(type: GgmlType, rows: torch.Tensor) -> torch.Tensor:
 
 def _half(blocks: torch.Tensor, begin: int) -> torch.Tensor:
     """Return the float16 at this byte of each block, [blocks, 1] float32."""
-    return blocks[:, begin : begin + 2].contiguous().view(torch.float16).float()
+    return blocks[:, begin : begin + 2].clone(memory_format=torch.contiguous_format).view(torch.float16).float()
 
 
 def _shifted(octets: torch.Tensor, width: int, bits: int) -> torch.Tensor:
@@ -55,7 +57,13 @@ def _bits(octets: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _levels(codes: torch.Tensor, levels: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(levels, dtype=torch.float32, device=codes.device)[codes.int()]
+    return _table(levels, codes.device)[codes.int()]
+
+
+@cache
+def _table(levels: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return levels on a device; kept, because a graph's capture may not copy them there."""
+    return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
 def _grouped(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -169,24 +177,111 @@ _DECODERS: Final[Mapping[str, _Decoder]] = {
 }
 
 
+@dataclass(frozen=True)
+class BlockForm:
+    """How a parameter is made of blocks, wherever these are.
+
+    Attributes:
+        shape: of the parameter.
+        recipe, unit: as of `Encoded`.
+        types: of its tensors of blocks.
+        sizes: rows, and bytes of a row, of each of these.
+    """
+
+    shape: tuple[int, ...]
+    recipe: Recipe
+    unit: int
+    types: tuple[GgmlType, ...]
+    sizes: tuple[tuple[int, int], ...]
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether the parameter's rows are those of one tensor of blocks, perhaps in another order within a unit."""
+        return self.recipe in _BY_ROWS
+
+    def decode_into(self, target: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
+        """Fill a tensor of the parameter's shape, contiguous and of any floating-point dtype.
+
+        Args:
+            blocks: uint8 [rows, bytes of a row] of each size, on the target's device.
+        """
+        if self.is_by_rows:
+            rows = target.view(blocks[0].shape[0], self.shape[-1])
+            for own in self.slices():
+                rows[own].copy_(self.rows(blocks[0], own))
+        elif self.recipe is Recipe.ALTERNATE:
+            gate, up = (decode(*each) for each in zip(self.types, blocks, strict=True))
+            target.copy_(torch.stack((gate, up), -1).flatten(-2))
+        else:
+            each = target.view(self.unit, -1, target.shape[-1])
+            for number in range(self.unit):
+                each[number].copy_(self.one(blocks, number))
+
+    def rows(self, blocks: torch.Tensor, own: slice) -> torch.Tensor:
+        """Return the values, float32, of a range of rows that is one of `slices`."""
+        values = decode(self.types[0], blocks[own])
+        if self.recipe is Recipe.LESS_ONE:
+            return values - 1
+        if self.recipe is Recipe.HALVES:
+            width = self.shape[-1] if len(self.shape) > 1 else 1
+            return values.view(-1, self.unit // 2, 2, width).transpose(1, 2).reshape(values.shape)
+        return values
+
+    def one(self, blocks: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+        """Return the matrix of one head or expert, float32, where the recipe makes it of several or transposed."""
+        parts = (part.view(self.unit, -1, part.shape[-1])[number] for part in blocks)
+        return _GATHERED[self.recipe]([decode(*each) for each in zip(self.types, parts, strict=True)])
+
+    def slices(self) -> Iterator[slice]:
+        """Yield ranges of rows with a limited number of values, of whole heads."""
+        count, unit = self.sizes[0][0], self.unit if self.recipe is Recipe.HALVES and len(self.shape) > 1 else 1
+        step = max(SLICE_VALUES // max(self.shape[-1] * unit, 1), 1) * unit
+        for begin in range(0, count, step):
+            yield slice(begin, min(begin + step, count))
+
+
+_BY_ROWS: Final = (Recipe.ROWS, Recipe.HALVES, Recipe.LESS_ONE)
+_GATHERED: Final[Mapping[Recipe, Callable[[list[torch.Tensor]], torch.Tensor]]] = {
+    Recipe.KEYS_VALUES: lambda values: torch.cat((values[0].t(), values[1])),
+    Recipe.GATE_UP: lambda values: torch.stack((values[0].t(), values[1].t()), -1).flatten(-2),
+    Recipe.TRANSPOSED: lambda values: values[0].t(),
+}
+"""Of one head or expert: its matrix, from those that are stored."""
+
+
 @dataclass(frozen=True, eq=False)
 class EncodedTensor:
-    """A parameter that is decoded from blocks.
+    """A parameter of a checkpoint that is decoded from blocks.
 
     Attributes:
         name: of the parameter.
-        form: how it is made of its blocks.
-        blocks: the tensors of the file, uint8 [rows, bytes of a row].
+        shape: of its values.
+        forms: of its pieces, one below the other.
+        blocks: the tensors of the file that these are made of, in their order: uint8 [rows, bytes of a row].
     """
 
     name: str
-    form: Encoded
+    shape: tuple[int, ...]
+    forms: tuple[BlockForm, ...]
     blocks: tuple[TensorEntry, ...]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the parameter's values."""
-        return self.form.shape
+    @classmethod
+    def of(cls, name: str, encoded: Encoded, blocks: Sequence[TensorEntry]) -> "EncodedTensor":
+        """Make the parameter from the tensors of its parts."""
+        types = tuple(part.type for part in encoded.parts)
+        sizes = tuple((entry.shape[0], entry.shape[1]) for entry in blocks)
+        form = BlockForm(encoded.shape, encoded.recipe, encoded.unit, types, sizes)
+        return cls(name, encoded.shape, (form,), tuple(blocks))
+
+    @classmethod
+    def join(cls, name: str, shape: tuple[int, ...], pieces: Sequence["EncodedTensor"]) -> "EncodedStack | None":
+        """Return the parameter that has these one below the other; None if they do not form its shape."""
+        is_whole = sum(prod(each.shape) for each in pieces) == prod(shape)
+        if not is_whole or any(each.shape[-1] != shape[-1] for each in pieces):
+            return None
+        forms = tuple(form for each in pieces for form in each.forms)
+        blocks = tuple(block for each in pieces for block in each.blocks)
+        return EncodedStack(name, shape, forms, blocks, tuple(pieces))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -215,58 +310,8 @@ class EncodedTensor:
     def read(self) -> torch.Tensor:
         """Read and decode the values into host memory. Raises CheckpointError as `TensorEntry.read`."""
         values = torch.empty(self.shape)
-        self.decode_into(values, [each.read() for each in self.blocks])
+        decode_pieces(self.forms, values, [each.read() for each in self.blocks])
         return values
-
-    def decode_into(self, target: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
-        """Fill a tensor of the parameter's shape, contiguous and of any floating-point dtype.
-
-        Args:
-            blocks: the values of `blocks`, on the target's device.
-        """
-        form, types = self.form, [part.type for part in self.form.parts]
-        if form.recipe in _BY_ROWS:
-            _decode_rows(form, types[0], blocks[0], target)
-        elif form.recipe is Recipe.ALTERNATE:
-            gate, up = (decode(*each) for each in zip(types, blocks, strict=True))
-            target.copy_(torch.stack((gate, up), -1).flatten(-2))
-        else:
-            each = target.view(form.unit, -1, target.shape[-1])
-            stacks = [part.view(form.unit, -1, part.shape[-1]) for part in blocks]
-            for number, parts in enumerate(zip(*stacks, strict=True)):
-                values = [decode(*own) for own in zip(types, parts, strict=True)]
-                each[number].copy_(_GATHERED[form.recipe](values))
-
-
-_BY_ROWS: Final = (Recipe.ROWS, Recipe.HALVES, Recipe.LESS_ONE)
-_GATHERED: Final[Mapping[Recipe, Callable[[list[torch.Tensor]], torch.Tensor]]] = {
-    Recipe.KEYS_VALUES: lambda values: torch.cat((values[0].t(), values[1])),
-    Recipe.GATE_UP: lambda values: torch.stack((values[0].t(), values[1].t()), -1).flatten(-2),
-    Recipe.TRANSPOSED: lambda values: values[0].t(),
-}
-"""Of one head or expert: its matrix, from those that are stored."""
-
-
-def _decode_rows(form: Encoded, type: GgmlType, blocks: torch.Tensor, target: torch.Tensor) -> None:
-    """Decode row after row; rows of a head are put in their order."""
-    rows, columns = blocks.shape[0], form.shape[-1]
-    target = target.view(rows, columns)
-    unit = form.unit if form.recipe is Recipe.HALVES and rows > 1 else 1
-    for own in _slices(rows, columns, unit):
-        values = decode(type, blocks[own])
-        if form.recipe is Recipe.LESS_ONE:
-            values = values - 1
-        elif form.recipe is Recipe.HALVES:
-            width = columns if rows > 1 else 1
-            values = values.view(-1, form.unit // 2, 2, width).transpose(1, 2).reshape(-1, columns)
-        target[own].copy_(values)
-
-
-def _slices(rows: int, columns: int, unit: int) -> Iterator[slice]:
-    """Yield ranges of a limited number of values, of whole units of rows."""
-    step = max(_SLICE_VALUES // max(columns * unit, 1), 1) * unit
-    for begin in range(0, rows, step):
-        yield slice(begin, min(begin + step, rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,22 +320,15 @@ class EncodedStack(EncodedTensor):
 
     stacked: tuple[EncodedTensor, ...]
 
-    @classmethod
-    def join(cls, name: str, shape: tuple[int, ...], stacked: Sequence[EncodedTensor]) -> "EncodedStack | None":
-        """Return the parameter ``name`` of ``shape``; None if the others do not form it."""
-        is_whole = sum(prod(each.shape) for each in stacked) == prod(shape)
-        if not is_whole or any(each.shape[-1] != shape[-1] for each in stacked):
-            return None
-        blocks = tuple(block for each in stacked for block in each.blocks)
-        return cls(name, Encoded(shape, Recipe.ROWS, ()), blocks, tuple(stacked))
-
     @property
     def pieces(self) -> tuple[EncodedTensor, ...]:
         return self.stacked
 
-    def decode_into(self, target: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
-        rows, begin, first = target.view(-1, target.shape[-1]), 0, 0
-        for each in self.stacked:
-            end, last = begin + prod(each.shape[:-1]), first + len(each.blocks)
-            each.decode_into(rows[begin:end].view(each.shape), blocks[first:last])
-            begin, first = end, last
+
+def decode_pieces(forms: Sequence[BlockForm], target: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
+    """Fill a tensor whose rows are those of several pieces, as `BlockForm.decode_into`."""
+    rows, begin, first = target.view(-1, target.shape[-1]), 0, 0
+    for form in forms:
+        end, last = begin + prod(form.shape[:-1]), first + len(form.sizes)
+        form.decode_into(rows[begin:end].view(form.shape), blocks[first:last])
+        begin, first = end, last
