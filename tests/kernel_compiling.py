@@ -37,6 +37,7 @@ from kernel_cases import (
 from zinfer.kernels import (
     activation,
     decode_attention,
+    decode_blocks,
     dequantize,
     fragment_linear,
     fused_linear,
@@ -67,7 +68,7 @@ ATTENTION = (
     AttentionCase(SEGMENTS, 16, 1, 576, 512, 64, torch.bfloat16, values_in_keys=True),
 )
 TARGET = GPUTarget("cuda", 90, 32)
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
 KINDS = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -155,6 +156,7 @@ def main(dtype: torch.dtype) -> None:
 def stand_in() -> None:
     """Let launches compile, as for a GPU."""
     names = {
+        decode_blocks: ["_decode_blocks_kernel"],
         dequantize: ["_dequantize_kernel", "_fragments_kernel"],
         fragment_linear: ["fragment_kernel"],
         fused_linear: ["_fused_kernel", "_sum_kernel"],
@@ -199,6 +201,10 @@ def compile_products(dtype: torch.dtype) -> None:
                 scaled_linear.scaled_linear(x, matrix, bias)
             elif fused_linear.can_fuse(matrix):
                 fused_linear.fused_linear(x, matrix, bias)
+    for kind, (_, values, nbytes) in decode_blocks.KINDS.items():
+        decode_blocks.decode_blocks(
+            kind, torch.zeros(64, nbytes, dtype=torch.uint8), torch.empty(64 * values, dtype=dtype)
+        )
     for format in FRAGMENTS:
         matrix = random_matrix(format, 64, 256, dtype, "cpu")
         fragment_linear.fragment_linear(random_input(Shape(8, 64, 256), dtype, "cpu")[0], matrix)

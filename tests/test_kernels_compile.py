@@ -57,6 +57,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         "_prompt_kernel",
     }
     others = {
+        "_decode_blocks_kernel",
         "_dequantize_kernel",
         "_fragments_kernel",
         "_sum_kernel",

@@ -93,7 +93,7 @@ class BlockParameter(nn.Parameter):
             return nn.functional.linear(input, self.decoded(), bias)
         out = input.new_empty(*input.shape[:-1], self.shape[0])
         for own in form.slices():
-            values = form.rows(self.blocks[0], own).to(self.dtype)
+            values = form.rows(self.blocks[0], own, self.dtype)
             out[..., own] = nn.functional.linear(input, values, None if bias is None else bias[own])
         return out
 
@@ -102,8 +102,8 @@ class BlockParameter(nn.Parameter):
         form = self.forms[0]
         if len(self.forms) > 1 or form.recipe is not Recipe.ROWS:
             return nn.functional.embedding(rows, self.decoded())
-        values = decode(form.types[0], self.blocks[0].index_select(0, rows.flatten()))
-        return values.to(self.dtype).view(*rows.shape, -1)
+        values = decode(form.types[0], self.blocks[0].index_select(0, rows.flatten()), self.dtype)
+        return values.view(*rows.shape, -1)
 
     def part(self, index: int) -> torch.Tensor:
         """Return the values of one of several stacked matrices, [rows, columns]."""
@@ -112,7 +112,7 @@ class BlockParameter(nn.Parameter):
             raise IndexError(f"index {index} is out of range for {count} matrices")
         index %= count
         if not self.forms[0].is_by_rows:
-            return self.forms[0].one(self.blocks, index).to(self.dtype).contiguous()
+            return self.forms[0].one(self.blocks, index, self.dtype).contiguous()
         each = len(self.forms) // count
         own = slice(index * each, (index + 1) * each)
         values = torch.empty(self.shape[1:], dtype=self.dtype, device=self.device)

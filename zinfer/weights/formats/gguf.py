@@ -1,20 +1,20 @@
 """GGUF's blocks: what the bytes of each of ggml's types stand for, and how a model's matrices are made of them.
 
 A row of a matrix is a row of blocks; a block holds codes and the scales that they share (ggml's ggml-common.h; the
-package `gguf` computes the same values with numpy). `decode` takes bytes and returns float32 values, exactly those of
-ggml, by torch's operations, so that it runs where the bytes are. A `BlockForm` makes a
+package `gguf` computes the same values with numpy). `decode` takes bytes and returns values, exactly those of ggml,
+where the bytes are: on a GPU by a kernel, elsewhere by torch's operations. A `BlockForm` makes a
 parameter of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import torch
 
+from zinfer.kernels.decode_blocks import E2M1_LEVELS, IQ4_LEVELS, KINDS, decode_blocks, level_table
 from zinfer.weights.gguf_header import GgmlType
 from zinfer.weights.gguf_model import Encoded, Recipe
 from zinfer.weights.header import TensorEntry
@@ -22,16 +22,16 @@ from zinfer.weights.header import TensorEntry
 _Decoder: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 SLICE_VALUES: Final = 1 << 23
 """Values decoded at once; temporaries take several times their bytes."""
-_LEVELS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the codes of IQ4_NL and IQ4_XS stand for (ggml's kvalues_iq4nl)."""
-_E2M1: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""What the codes of MXFP4 stand for, doubled (ggml's kvalues_mxfp4)."""
 
 
-def decode(type: GgmlType, rows: torch.Tensor) -> torch.Tensor:
-    """Return the values [rows, columns], float32, of rows of blocks [rows, bytes of a row], uint8."""
+def decode(type: GgmlType, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the values [rows, columns], rounded to a dtype, of rows of blocks [rows, bytes of a row], uint8."""
+    if rows.device.type == "cuda" and type.name in KINDS:
+        columns = rows.shape[1] // type.nbytes * type.values
+        out = torch.empty(rows.shape[0], columns, dtype=dtype, device=rows.device)
+        return decode_blocks(type.name, rows.contiguous(), out)
     blocks = rows.reshape(-1, type.nbytes)
-    return _DECODERS[type.name](blocks).reshape(rows.shape[0], -1)
+    return _DECODERS[type.name](blocks).reshape(rows.shape[0], -1).to(dtype)
 
 
 def _half(blocks: torch.Tensor, begin: int) -> torch.Tensor:
@@ -57,13 +57,7 @@ def _bits(octets: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _levels(codes: torch.Tensor, levels: tuple[int, ...]) -> torch.Tensor:
-    return _table(levels, codes.device)[codes.int()]
-
-
-@cache
-def _table(levels: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return levels on a device; kept, because a graph's capture may not copy them there."""
-    return torch.tensor(levels, dtype=torch.float32, device=device)
+    return level_table(levels, codes.device)[codes.int()]
 
 
 def _grouped(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -138,19 +132,19 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * _levels(_nibbles(blocks[:, 2:]), _LEVELS)
+    return _half(blocks, 0) * _levels(_nibbles(blocks[:, 2:]), IQ4_LEVELS)
 
 
 def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     low, high = _nibbles(blocks[:, 4:8], 1), _shifted(blocks[:, 2:4], 1, 2) & 3
     scales = _half(blocks, 0) * ((low | high << 4).float() - 32)
-    return scales[..., None] * _levels(_nibbles(blocks[:, 8:]), _LEVELS).view(*scales.shape, -1)
+    return scales[..., None] * _levels(_nibbles(blocks[:, 8:]), IQ4_LEVELS).view(*scales.shape, -1)
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     exponents = blocks[:, :1].int()
     scales = torch.where(exponents < 2, 0x200000 << exponents.clamp(max=1), (exponents - 1) << 23)
-    return scales.view(torch.float32) * _levels(_nibbles(blocks[:, 1:]), _E2M1)
+    return scales.view(torch.float32) * _levels(_nibbles(blocks[:, 1:]), E2M1_LEVELS)
 
 
 def _plain(dtype: torch.dtype) -> _Decoder:
@@ -208,29 +202,29 @@ class BlockForm:
         if self.is_by_rows:
             rows = target.view(blocks[0].shape[0], self.shape[-1])
             for own in self.slices():
-                rows[own].copy_(self.rows(blocks[0], own))
+                rows[own].copy_(self.rows(blocks[0], own, target.dtype))
         elif self.recipe is Recipe.ALTERNATE:
             gate, up = (decode(*each) for each in zip(self.types, blocks, strict=True))
             target.copy_(torch.stack((gate, up), -1).flatten(-2))
         else:
             each = target.view(self.unit, -1, target.shape[-1])
             for number in range(self.unit):
-                each[number].copy_(self.one(blocks, number))
+                each[number].copy_(self.one(blocks, number, target.dtype))
 
-    def rows(self, blocks: torch.Tensor, own: slice) -> torch.Tensor:
-        """Return the values, float32, of a range of rows that is one of `slices`."""
-        values = decode(self.types[0], blocks[own])
+    def rows(self, blocks: torch.Tensor, own: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of a range of rows that is one of `slices`."""
         if self.recipe is Recipe.LESS_ONE:
-            return values - 1
+            return (decode(self.types[0], blocks[own]) - 1).to(dtype)
+        values = decode(self.types[0], blocks[own], dtype)
         if self.recipe is Recipe.HALVES:
             width = self.shape[-1] if len(self.shape) > 1 else 1
             return values.view(-1, self.unit // 2, 2, width).transpose(1, 2).reshape(values.shape)
         return values
 
-    def one(self, blocks: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-        """Return the matrix of one head or expert, float32, where the recipe makes it of several or transposed."""
+    def one(self, blocks: Sequence[torch.Tensor], number: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix of one head or expert, where the recipe makes it of several or transposed."""
         parts = (part.view(self.unit, -1, part.shape[-1])[number] for part in blocks)
-        return _GATHERED[self.recipe]([decode(*each) for each in zip(self.types, parts, strict=True)])
+        return _GATHERED[self.recipe]([decode(*each, dtype) for each in zip(self.types, parts, strict=True)])
 
     def slices(self) -> Iterator[slice]:
         """Yield ranges of rows with a limited number of values, of whole heads."""
