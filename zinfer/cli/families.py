@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _FORMATS = (
-    "weights: fp32, fp16, bf16; FP8 as published, GPTQ, AWQ, and compressed-tensors in INT4, INT8 or FP8. All families "
-    "can be divided among GPUs; --markdown lists more"
+    "weights: fp32, fp16, bf16; FP8 as published, GPTQ, AWQ, and compressed-tensors in INT4, INT8 or FP8; GGUF. All "
+    "families can be divided among GPUs; --markdown lists more"
 )
 _COLUMNS = (
     "family",

@@ -44,7 +44,7 @@ def quantize(
 ) -> None:
     """Write a store: a checkpoint of quantized weights that streams from disk without conversion.
 
-    The model's own weights are fp16, bf16, fp32, FP8, GPTQ, AWQ or compressed-tensors.
+    The model's own weights are fp16, bf16, fp32, FP8, GPTQ, AWQ, compressed-tensors or GGUF.
 
     Run the command again to resume after an interruption. Exit codes: 0 finished, 2 unusable input, 1 disk error, 130
     Ctrl-C, 143 SIGTERM.

@@ -29,7 +29,7 @@ from zinfer.cli.options import (
 from zinfer.errors import CheckpointError, ConfigError, SilentRankError
 from zinfer.jobs.request import Pooling
 from zinfer.serve.replica_process import started_replicas, wait_for_server
-from zinfer.weights.folder import absolute, hub_name, resolve_folder
+from zinfer.weights.folder import GGUF_SUFFIX, absolute, hub_name, resolve_folder
 
 _MIB = 1 << 20
 _EXTRA = ("fastapi", "httptools", "msgspec", "multipart", "prometheus_client", "uvicorn", "uvloop")
@@ -214,8 +214,10 @@ def _check_draft(model: str | None) -> None:
 
 
 def _name(model: str) -> str:
-    """Return the name that requests use by default: the folder's, or the one on the hub."""
+    """Return the name that requests use by default: the folder's, the GGUF file's, or the one on the hub."""
     name = hub_name(model)
+    if absolute(name).is_file():
+        return absolute(name).name.removesuffix(GGUF_SUFFIX)
     return absolute(name).resolve().name if absolute(name).is_dir() else name
 
 

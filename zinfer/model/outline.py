@@ -145,8 +145,7 @@ class Outline:
 
 def keeps_blocks(settings: Settings, *, on_cuda: bool) -> bool:
     """Return whether weights in GGUF's blocks stay so under these settings ([Note: blocks stay as stored])."""
-    device = settings.offload.device
-    return settings.quantization is None and (device == "nvme" or (on_cuda and device != "none"))
+    return settings.quantization is None and (on_cuda or settings.offload.device == "nvme")
 
 
 def read_outline(

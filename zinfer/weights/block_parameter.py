@@ -3,9 +3,8 @@
 [Note: blocks stay as stored]
 A slab holds the bytes of the file, which stream from disk or host memory at a fourth of the values' size. Products
 decode a range of rows at a time, lookups the rows that are looked up, and experts one after another; any other
-operator decodes the whole parameter. Where weights need not move (a CPU, or a device that holds all of them by
-`zero_optimization.offload_param.device` "none"), and where they are quantized anew, they are decoded once, while they
-are loaded.
+operator decodes the whole parameter. Where weights do not move (on a CPU, unless they stay on disk), and where they are
+quantized anew, they are decoded once, while they are loaded (`zinfer.model.outline.keeps_blocks`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -124,7 +124,8 @@ class Sharding:
             else:
                 raise ConfigError(
                     f"tensor_parallel.tp_size: {weight.file} holds {name} in GGUF's blocks, which ranks do not divide "
-                    "yet; leave the key out: the ranks then share the weights"
+                    "yet; leave the key out: the ranks then share the weights; or divide a store that `zinfer "
+                    "quantize` makes of it"
                 )
         return made
 
