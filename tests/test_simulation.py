@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,6 +153,10 @@ def test_a_run_of_passes_takes_as_long_as_its_passes(*, is_hosted: bool, replaye
     assert estimator.seconds_of(RankPasses(runs, runs)) == pytest.approx(expected.seconds)
 
 
+FIRST_PASS_S = 0.4
+"""What a process's first pass on a GPU takes beside its launches."""
+
+
 def test_passes_of_a_form_are_replayed_once_they_recur() -> None:
     """Decodes as far as they are padded to one number of rows, prompts up to the largest size that is replayed."""
 
@@ -163,9 +168,27 @@ def test_passes_of_a_form_are_replayed_once_they_recur() -> None:
     estimator = JobEstimator(budget, None, 8, pass_time, replayed=(64, 128, 256))
     # 8 launches, one capture, which takes as long as these, and a replay.
     for size, seconds in ((decodes, 129), (mixed, 129), (large, 80), (PassSize(300, 300, 9000), 80)):
-        assert estimator.of_passes([size] * 10).seconds == seconds, size
-    assert estimator.of_passes([decodes, PassSize(32, 32, 900)] * 5).seconds == 129, "both are padded to 32 rows"
-    assert replace(estimator, replayed=None).of_passes([decodes] * 10).seconds == 80
+        assert estimator.of_passes([size] * 10).seconds == seconds + FIRST_PASS_S, size
+    assert estimator.of_passes([decodes, PassSize(32, 32, 900)] * 5).seconds == 129 + FIRST_PASS_S, "both are padded"
+    assert replace(estimator, replayed=None).of_passes([decodes] * 10).seconds == 80 + FIRST_PASS_S
+
+
+@pytest.mark.parametrize(("launch_s", "shares_host", "more_s"), [(8.0, False, 0.4), (8.0, True, 0), (0.0, False, 0)])
+def test_the_first_pass_on_a_gpu_takes_longer(launch_s: float, shares_host: bool, more_s: float) -> None:
+    """Alike where passes are predicted together and one by one."""
+
+    def pass_time(num_tokens: Any, num_rows: Any, **sizes: Any) -> PassTime:
+        matrix_s = num_tokens / 1000
+        return PassTime(
+            num_tokens, 0.0, 0.0, 0.0, matrix_s, 0.0, launch_s=launch_s + 0 * num_tokens, shares_host=shares_host
+        )
+
+    budget = BatchingBudget(4096, 512, 4096, 64, 16, torch.float16, "arrival", lends=True, footprint=Footprint(0, 0, 0))
+    estimator, sizes = JobEstimator(budget, None, 8, pass_time), [PassSize(100, 9, 900)] * 3
+    usual = sum(pass_time(size.num_tokens, size.num_samples).seconds for size in sizes)
+    times = PassTimes(estimator)
+    assert estimator.of_passes(sizes).seconds == pytest.approx(usual + more_s)
+    assert sum(times.next(size).seconds for size in sizes) == pytest.approx(usual + more_s)
 
 
 def test_the_passes_that_have_ended_are_counted_once() -> None:

@@ -232,12 +232,13 @@ class JobEstimator:
         columns: Any = (np.repeat(column, counts) for column in sizes.T)
         tokens, samples, context, lent, pairs, more_pairs = columns
         size = PassSize(tokens, samples, context + places * tokens, lent, pairs + places * more_pairs)
+        is_first = np.arange(len(places)) == 0
         if self.replayed is None:
-            return self.time_of(size, is_replayed=False)._replace(num_tokens=tokens)
+            return self.time_of(size, is_replayed=False)._replace(num_tokens=tokens).beginning(is_first)
         seen = np.repeat(self._seen_before(sizes[:, :2].tolist(), counts.tolist()), counts) + places
         found = self.time_of(size, is_replayed=seen > PATIENCE)
         captures = 1 + (PATIENCE - 1) * (seen == PATIENCE)
-        return found._replace(num_tokens=tokens, launch_s=found.launch_s * captures)
+        return found._replace(num_tokens=tokens, launch_s=found.launch_s * captures).beginning(is_first)
 
     def _seen_before(self, sizes: Sequence[tuple[int, int]], counts: Sequence[int]) -> list[int]:
         """Return how many passes of its form precede each run; fewer than none where nothing is captured.
@@ -300,6 +301,7 @@ class PassTimes:
     def __init__(self, estimator: JobEstimator) -> None:
         self._estimator = estimator
         self._seen = Counter[Hashable]()
+        self._is_first = True
         self._counting = threading.Lock()
         self._num_ended, self._ended_s = 0, 0.0
 
@@ -320,6 +322,13 @@ class PassTimes:
 
     def next(self, size: PassSize) -> PassTime:
         """Predict the pass that follows those before."""
+        found = self._next(size)
+        if self._is_first:
+            self._is_first = False
+            return found.beginning()
+        return found
+
+    def _next(self, size: PassSize) -> PassTime:
         form = self._estimator.form_of(size)
         if form is not None:
             self._seen[form] += 1

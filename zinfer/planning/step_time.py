@@ -49,6 +49,9 @@ _EXPERTS_LAUNCHES: Final = 7.0
 _PADDED_LAUNCHES: Final = 1.2
 _PASS_LAUNCHES: Final = 3.0
 _SEQUENCE_LAUNCHES: Final = 6e-3
+# Seconds of a process's first pass on a GPU beside its launches: libraries are initialized, compiled kernels loaded.
+# 0.2 to 0.45 s on H200s; 0.5 to 0.8 where kernels are not compiled yet (`benchmarks/as_started.py`).
+_FIRST_PASS_S: Final = 0.4
 
 
 def resource_name(term: str, *, on_host: bool) -> str:
@@ -86,6 +89,15 @@ class PassTime(NamedTuple):
     reduce_s: float = 0.0
     launch_s: float = 0.0
     shares_host: bool = False
+
+    def beginning(self, is_first: Any = True) -> "PassTime":
+        """Return the pass as a process's first one, which takes longer on a GPU whose rate of launches is known.
+
+        Args:
+            is_first: of arrays of passes, whether each is the first one.
+        """
+        is_known = (self.launch_s > 0) * (not self.shares_host)  # 0 or 1, or an array of them
+        return self._replace(launch_s=self.launch_s + _FIRST_PASS_S * is_first * is_known)
 
     @property
     def terms(self) -> dict[str, float]:
