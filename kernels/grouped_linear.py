@@ -151,7 +151,7 @@ def decoded_linear(
                 rows,
                 columns,
                 EVEN=columns % tiles.block_columns == 0,
-                EXPERTS=triton.next_power_of_2(count),
+                EXPERTS=max(triton.next_power_of_2(experts), 2),
                 BLOCK=tiles.block_columns,
                 **tiles.options,
             )

@@ -191,10 +191,10 @@ def test_experts_dequantized_a_few_at_a_time(kernel_device: str, format: QuantFo
         assert isinstance(weight, QuantizedMatrix)
         groups = groups_of([0, 37, 1, 0, 20][: mixture.experts], 2, kernel_device)
         bias = torch.randn(mixture.experts, mixture.rows, dtype=dtype, device=kernel_device)
-        two_experts = 2 * mixture.rows * mixture.columns * dtype.itemsize
-        for rows in (groups.num_pairs // 2, groups.num_pairs):
+        expert_bytes = mixture.rows * mixture.columns * dtype.itemsize
+        for rows, max_bytes in ((groups.num_pairs // 2, 2 * expert_bytes), (groups.num_pairs, 1)):
             x = torch.randn(rows, mixture.columns, dtype=dtype, device=kernel_device)
-            found = decoded_linear(x, weight, groups, bias, GroupedTiles(16, 64, 64, 4, 2), two_experts)
+            found = decoded_linear(x, weight, groups, bias, GroupedTiles(16, 64, 64, 4, 2), max_bytes)
             assert_right(found, x, weight, groups, bias, rounds=True)
 
 
