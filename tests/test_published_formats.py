@@ -19,11 +19,15 @@ from test_tensor_parallel import IDS, check_alike, computed, config, error_of
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import zinfer
+from zinfer.config import resolve_settings
 from zinfer.errors import CheckpointError
+from zinfer.evaluation.weight_error import measure_errors
+from zinfer.kernels.quantized import QuantFormat
 from zinfer.model.build import build_meta_model
 from zinfer.model.matching import match_weights
 from zinfer.model.outline import read_outline
 from zinfer.model.partition import partition_model
+from zinfer.store.writing import write_store
 from zinfer.weights import Checkpoint, TensorEntry
 from zinfer.weights.header import DTYPES
 from zinfer.weights.parameter import QuantizedParameter
@@ -173,3 +177,36 @@ def test_config_json_alone_is_planned_with_the_published_bytes(family: str, name
         ]
         assert forms[0].keys() == forms[1].keys()
         assert one.nbytes == pytest.approx(other.nbytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "compressed nvfp4"), ("llama", "mxfp8")]
+)
+def test_a_published_folder_is_quantized_to_a_store(family: str, name: str, tmp_path: Path) -> None:
+    """To INT8, whose error is that of the published values; the same while loading."""
+    full = write_published(tmp_path / "model", family, name)
+    section = {"bits": 8, "group_size": 32}
+    settings = resolve_settings({"zinfer": {"device": "cpu", "quantization": section}})
+    write_store(tmp_path / "model", tmp_path / "store", settings)
+    errors = list(measure_errors(Checkpoint.open(tmp_path / "model"), Checkpoint.open(tmp_path / "store")))
+    assert errors
+    assert all(each.format == QuantFormat(8, 32) and 0 < each.relative_error < 0.01 for each in errors)
+    with torch.no_grad():
+        wanted = {"logits": full(IDS).logits}
+    found = []
+    for model, quantization in (("store", None), ("model", section)):
+        with engine_of(tmp_path / model, None, quantization, home="cpu") as engine:
+            found.append(engine(IDS).logits)
+            assert 1e-5 < error_of({"logits": found[-1]}, wanted) < 0.1
+    assert torch.equal(*found)
+    kept = tmp_path / "kept"
+    to_fp8 = {"zinfer": {"device": "cpu", "quantization": {"bits": 8, "format": "fp8"}}}
+    write_store(tmp_path / "model", kept, resolve_settings(to_fp8))
+    errors = list(measure_errors(Checkpoint.open(tmp_path / "model"), Checkpoint.open(kept)))
+    if name != "mxfp8":
+        assert errors
+        assert all(each.format == QuantFormat(8, is_float=True) and each.relative_error < 0.05 for each in errors)
+        return
+    assert not errors, "what is in e4m3 stays as it is published"
+    with engine_of(kept, None, home="nvme") as engine:
+        assert error_of({"logits": engine(IDS).logits}, wanted) <= 1e-5

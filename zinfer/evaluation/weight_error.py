@@ -42,7 +42,7 @@ class MatrixError:
 def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixError]:
     """Compare each quantized matrix of the store with the source's weight.
 
-    Skips matrices that are quantized in the source already: the store holds copies of them.
+    Skips matrices of which the store holds the source's codes; others are compared with what these stand for.
 
     Raises:
         CheckpointError: one of the two cannot be read.
@@ -52,16 +52,21 @@ def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixErro
     stored = match_weights(model, store, find_stored_scheme(store))
     for name, matrix in stored.items():
         weight = full[name]
-        if isinstance(matrix, StoredMatrix) and isinstance(weight, TensorEntry | JoinedTensor | EncodedTensor):
+        if not isinstance(matrix, StoredMatrix):
+            continue
+        if isinstance(weight, TensorEntry | JoinedTensor | EncodedTensor):
             transposed = holds_transpose(model.get_submodule(name.rpartition(".")[0]), len(weight.shape))
-            yield _compare(name, weight, matrix, transposed=transposed)
+            values = torch.cat([piece.read().flatten() for piece in weight.pieces]).view(weight.shape)
+            values = (values.transpose(-1, -2) if transposed else values).reshape(matrix.rows, matrix.columns)
+            yield _compare(name, values, weight.nbytes, matrix)
+        elif isinstance(weight, StoredMatrix) and weight.encoding.is_native and weight.format != matrix.format:
+            entries = {part: piece for part, entry in weight.parts for piece in entry.pieces}
+            parts = {part: entry.read() for part, entry in entries.items()}
+            values = torch.cat([dequantize_ref(each) for each in weight.read(parts, torch.float32)])
+            yield _compare(name, values, sum(entry.nbytes for entry in entries.values()), matrix)
 
 
-def _compare(
-    name: str, weight: TensorEntry | JoinedTensor | EncodedTensor, stored: StoredMatrix, *, transposed: bool
-) -> MatrixError:
-    values = torch.cat([piece.read().flatten() for piece in weight.pieces]).view(weight.shape)
-    values = (values.transpose(-1, -2) if transposed else values).reshape(stored.rows, stored.columns)
+def _compare(name: str, values: torch.Tensor, full_bytes: int, stored: StoredMatrix) -> MatrixError:
     parts = {part: piece for part, entry in stored.parts for piece in entry.pieces}
     tensors = {part: entry.read() for part, entry in parts.items()}
     matrix = QuantizedMatrix(stored.format, stored.columns, tensors["scales"].dtype, **tensors)
@@ -76,6 +81,6 @@ def _compare(
         layer=int(layer[1]) if layer else None,
         format=stored.format,
         nbytes=sum(entry.nbytes for entry in parts.values()),
-        full_bytes=weight.nbytes,
+        full_bytes=full_bytes,
         relative_error=float((squares[0] / squares[1]).sqrt()) if squares[1] else 0.0,
     )

@@ -397,6 +397,8 @@ class _Partitioner:
             return SlabBlocks(name, parameter.dtype, tuple(parameter.shape), forms=weight.forms)
         if not isinstance(weight, StoredMatrix):
             return self.form(name, module, parameter)
+        if (other := self._other_form(name, module, parameter, weight)) is not None:
+            return other
         shape, transposed = tuple(parameter.shape), holds_transpose(module, parameter.dim())
         stored = SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
         if not weight.encoding.is_native and all(piece.rows % FRAGMENT_ROWS == 0 for piece in weight.pieces):
@@ -411,12 +413,25 @@ class _Partitioner:
             )
         return replace(stored, quantizes_input=True)
 
+    def _other_form(
+        self, name: str, module: nn.Module, parameter: nn.Parameter, weight: StoredMatrix
+    ) -> SlabMatrix | None:
+        """Return the form that rules ask for in place of published floats; None: these are kept, as other codes are."""
+        if self.rules is None or self.rules.activations or not (weight.format.in_grid and weight.encoding.is_native):
+            return None
+        wanted = self.form(name, module, parameter)
+        if not isinstance(wanted, SlabMatrix) or (wanted.format.is_float and wanted.format.bits == weight.format.bits):
+            return None
+        return wanted
+
     def _converts(self, name: str, tensor: SlabTensor) -> bool:
         """Whether the stored parameter must be converted, not only copied into the slab."""
         weight = self.weights.get(name)
         if isinstance(weight, EncodedTensor):
             return not isinstance(tensor, SlabBlocks)
-        return isinstance(tensor, SlabMatrix) and not (isinstance(weight, StoredMatrix) and weight.encoding.is_native)
+        if not isinstance(weight, StoredMatrix) or not isinstance(tensor, SlabMatrix):
+            return isinstance(tensor, SlabMatrix)
+        return not weight.encoding.is_native or not weight.is_kept_by(tensor)
 
     def _extents(self, layout: SlabLayout, names: list[str]) -> Iterator[Extent]:
         """Yield the extents of weights that are stored in the slab's form."""

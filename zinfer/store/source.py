@@ -43,7 +43,7 @@ class Source:
         dtype: that products are computed in, and full-precision weights are stored in.
         files: of the store, one per block.
         parameters: the quantized parameters of the store.
-        num_taken_over: number of them that the source holds quantized already.
+        num_taken_over: number of them that keep the format in which the source holds them.
     """
 
     checkpoint: Checkpoint
@@ -108,7 +108,11 @@ class Source:
             raise ConfigError(
                 f"{checkpoint.folder}: these settings quantize no weight of this model; correct include and exclude"
             )
-        num_taken_over = sum(isinstance(weight, StoredMatrix) for weight in weights.values())
+        num_taken_over = sum(
+            isinstance(weight, StoredMatrix)
+            and (not weight.encoding.is_native or (name in parameters and parameters[name].format == weight.format))
+            for name, weight in weights.items()
+        )
         files = tuple(BlockFile.of(block, len(blocks)) for block in blocks)
         return cls(checkpoint, rules, tree.config.dtype, files, parameters, num_taken_over)
 

@@ -5,7 +5,7 @@ A block's weights are quantized while they are loaded, or converted if the check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Final, Protocol, TypeAlias
 import torch
 
 from zinfer.errors import CheckpointError
+from zinfer.kernels.dequantize import dequantize
 from zinfer.kernels.quantize import Bounds, CannotQuantize, full_range, quantize_into
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.kernels.scaling import scale_columns_into
@@ -100,6 +101,19 @@ class StoredMatrix:
         """Make the matrix from a scheme's parts. Raises CheckpointError if these contradict each other."""
         made = scheme.matrix(parameter, parts)
         return cls(parameter, made.encoding, tuple(made.parts.items()), made.format, made.rows, made.columns)
+
+    def is_kept_by(self, tensor: SlabMatrix) -> bool:
+        """Return whether a slab's matrix has its codes; else it is quantized again."""
+        return tensor.format == self.format or not self.encoding.is_native
+
+    def read(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[QuantizedMatrix]:
+        """Yield the matrices that it consists of, for products in a dtype; it needs no conversion.
+
+        Args:
+            parts: the values of its parts.
+        """
+        assert self.encoding.is_native
+        yield QuantizedMatrix(self.format, self.columns, dtype, **parts)
 
     @property
     def converted(self) -> StoredMatrix:
@@ -201,6 +215,10 @@ class JoinedMatrix(StoredMatrix):
     def pieces(self) -> tuple[StoredMatrix, ...]:
         return self.matrices
 
+    def read(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[QuantizedMatrix]:
+        for index, matrix in enumerate(self.matrices):
+            yield from matrix.read({part: parts[f"{index}.{part}"] for part, _ in matrix.parts}, dtype)
+
     @property
     def converted(self) -> StoredMatrix:
         others = [matrix.converted for matrix in self.matrices]
@@ -232,6 +250,8 @@ def _format_of_stack(first: StoredMatrix) -> QuantFormat:
         format = replace(format, group_rows=first.rows if format.in_grid else 1)
     return format if format.outer is None else replace(format, outer_rows=format.outer_rows or first.rows)
 
+
+_SLICE_ELEMENTS: Final = 4 << 20  # quantized again at a time
 
 Squares: TypeAlias = Callable[[str], torch.Tensor | None]
 """Returns the mean square of each input column of a parameter's product, [columns]; None: it was never used."""
@@ -301,7 +321,10 @@ class Quantizing:
             if stored is not None:
                 assert isinstance(tensor, SlabMatrix)
                 parts = {part: weights[f"{tensor.name}.{part}"] for part, _ in stored.parts}
-                stored.convert_into(tensor.matrix(target), parts)
+                if stored.is_kept_by(tensor):
+                    stored.convert_into(tensor.matrix(target), parts)
+                else:
+                    self._quantize_again(tensor, stored, parts, target)
             elif (encoded := self.encoded.get(tensor.name)) is not None:
                 blocks = [weights[f"{tensor.name}.{number}"] for number in range(len(encoded.blocks))]
                 if isinstance(tensor, SlabMatrix):
@@ -316,11 +339,26 @@ class Quantizing:
                 tensor.view(target).copy_(weights[tensor.name])
 
     def _quantize(self, tensor: SlabMatrix, weight: torch.Tensor, target: torch.Tensor) -> None:
-        matrix, is_of_several = tensor.matrix(target), tensor.transposed and weight.dim() == 3
-        pieces = (
-            weight.transpose(1, 2) if is_of_several else [tensor.rows_of(weight)]
-        )  # one at a time takes less memory
-        begin = 0
+        is_of_several = tensor.transposed and weight.dim() == 3  # one at a time takes less memory
+        self._round(tensor, weight.transpose(1, 2) if is_of_several else [tensor.rows_of(weight)], target)
+
+    def _quantize_again(
+        self, tensor: SlabMatrix, stored: StoredMatrix, parts: Mapping[str, torch.Tensor], target: torch.Tensor
+    ) -> None:
+        """Quantize the values that a published matrix stands for, a slice of them at a time."""
+        format = tensor.format
+        is_sliced = format.group_rows == 1 and not format.scales_columns and not format.in_fragments
+
+        def values() -> Iterator[torch.Tensor]:
+            for matrix in stored.read(parts, torch.float32):
+                for rows in matrix.slices(_SLICE_ELEMENTS) if is_sliced else [slice(0, matrix.rows)]:
+                    yield dequantize(matrix.part(rows))
+
+        self._round(tensor, values(), target)
+
+    def _round(self, tensor: SlabMatrix, pieces: Iterable[torch.Tensor], target: torch.Tensor) -> None:
+        """Quantize pieces of a matrix, [rows, columns] of each, that lie one below the other."""
+        matrix, begin = tensor.matrix(target), 0
         try:
             for rows in pieces:
                 part = matrix.part(slice(begin, begin + len(rows)))
