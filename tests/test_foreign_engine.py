@@ -45,6 +45,18 @@ METHODS: dict[str, tuple[dict[str, object], int, bool, FusionGroup]] = {
         False,
         awq_parts,
     ),
+    "auto-round as gptq": (
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": GROUP_SIZE},
+        4,
+        True,
+        lambda weights: gptq_parts(weights, 4, less_one=True),
+    ),
+    "auto-round as awq": (
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "group_size": GROUP_SIZE},
+        4,
+        False,
+        awq_parts,
+    ),
     "compressed-tensors int4": (
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUPS}},
         4,

@@ -171,3 +171,18 @@ def test_a_weight_stored_twice_is_refused() -> None:
 def test_a_missing_part_is_refused() -> None:
     with pytest.raises(CheckpointError, match="up has qweight, scales but no qzeros: the checkpoint is incomplete"):
         scheme_of("gptq", bits=4).stored({"up.qweight", "up.scales"})
+
+
+@given(rows=st.integers(1, 40), columns=st.integers(1, 70), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
+def test_int8_of_bitsandbytes_is_read(rows: int, columns: int, dtype: torch.dtype) -> None:
+    """bitsandbytes 0.50: functional.py `int8_vectorwise_dequant`."""
+    generator = torch.Generator().manual_seed(rows * columns)
+    codes = torch.randint(-127, 128, (rows, columns), generator=generator).to(torch.int8)
+    largest = torch.rand(rows, generator=generator) + 0.1
+    scheme = scheme_of("bitsandbytes", load_in_8bit=True, llm_int8_threshold=6.0)
+    parts = {"weight": codes, "SCB": largest}
+    matrix = read(scheme, parts, dtype)
+    assert_reads(matrix, codes.double() * (largest / 127).to(dtype).double().unsqueeze(1))
+    assert read(scheme, parts | {"weight_format": torch.tensor(0, dtype=torch.uint8)}, dtype).format == QuantFormat(8)
+    with pytest.raises(CheckpointError, match=r"weight_format is 2, not the order of rows \(0\)"):
+        read(scheme, parts | {"weight_format": torch.tensor(2, dtype=torch.uint8)}, dtype)

@@ -39,10 +39,7 @@ def fp8(**more: Any) -> dict[str, Any]:
 
 
 NOT_SUPPORTED = [
-    *(
-        ({"quant_method": method}, f"quant_method is '{method}'")
-        for method in ("bitsandbytes", "hqq", "marlin", "vptq")
-    ),
+    *(({"quant_method": method}, f"quant_method is '{method}'") for method in ("hqq", "marlin", "quark", "vptq")),
     ({"load_in_4bit": True}, "quant_method is None"),
     *((gptq(bits=bits), f"bits is {bits}: Input should be 4 or 8") for bits in (2, 3)),
     (gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
@@ -84,6 +81,20 @@ NOT_SUPPORTED += [
     (fp8(expert_dtype="int4"), "expert_dtype is 'int4': Input should be 'fp8' or 'fp4'"),
     ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, "weight_block_size.0 is 128: Input should be 1"),
     ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "quant_algo is 'int4_awq': Input should be 'fp8', "),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "load_in_4bit is True: Input should be False"),
+    (
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:llm_compressor"},
+        "packing_format is 'auto_round:llm_compressor': Input should be 'auto_round:auto_gptq' or",
+    ),
+    (
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "packing_format": "auto_round:auto_awq",
+            "extra_config": {"lm_head": {"bits": 16}, "mlp.up": {"bits": 8}},
+        },
+        "mlp.up: modules that are stored otherwise than the rest are not read",
+    ),
     ({"quant_method": "mxfp4", "rotation": "hadamard"}, "rotation is 'hadamard': not a known key, and it may change"),
     (
         group(format="nvfp4-pack-quantized", weights={"type": "float", "num_bits": 4, "group_size": 32}),

@@ -11,10 +11,11 @@ from pydantic import ValidationError
 
 from zinfer.errors import CheckpointError
 from zinfer.weights.formats.awq import Awq
+from zinfer.weights.formats.bitsandbytes import BitsAndBytes
 from zinfer.weights.formats.compressed_tensors import CompressedTensors
 from zinfer.weights.formats.fp4 import ModelOpt, Mxfp4
 from zinfer.weights.formats.fp8 import FbgemmFp8, Fp8, Mxfp8
-from zinfer.weights.formats.gptq import Gptq
+from zinfer.weights.formats.gptq import AutoRoundAwq, AutoRoundGptq, Gptq
 from zinfer.weights.formats.scheme import PATH, REMEDY, ForeignScheme, Scheme, refusal
 
 __all__ = ["Scheme", "find_scheme"]
@@ -28,6 +29,8 @@ _METHODS: Final[Mapping[str, type[ForeignScheme]]] = {
     "mxfp4": Mxfp4,
     "mxfp8": Mxfp8,
     "modelopt": ModelOpt,
+    "auto-round": AutoRoundGptq,
+    "bitsandbytes": BitsAndBytes,
 }
 
 
@@ -47,6 +50,8 @@ def find_scheme(config: Mapping[str, Any]) -> Scheme | None:
     if scheme is None:
         what = f"quant_method is {method!r}: weights are read from {', '.join(_METHODS)}"
         raise CheckpointError(f"config.json: {PATH}.{what}; {REMEDY}")
+    if scheme is AutoRoundGptq and "awq" in str(section.get("packing_format")):
+        scheme = AutoRoundAwq
     try:
         return scheme.model_validate(dict(section))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""GPTQ checkpoints with 4 or 8 bits, as AutoGPTQ and GPTQModel write them.
+"""GPTQ checkpoints with 4 or 8 bits, as AutoGPTQ and GPTQModel write them, and what auto-round packs as GPTQ or AWQ.
 
 For a linear layer of ``rows`` outputs and ``columns`` inputs, with 32 / bits codes a word
 (GPTQModel 7.7, nn_modules/qlinear/__init__.py: `pack_original`, `dequantize_weight`):
@@ -13,13 +13,14 @@ The format ``gptq`` subtracts 1 from every zero, ``gptq_v2`` does not. It subtra
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.weights.formats.awq import Awq
 from zinfer.weights.formats.packing import fill_order, fill_scales, fill_words, fill_zeros, unpack
 from zinfer.weights.formats.scheme import (
     FLOATS,
@@ -39,6 +40,7 @@ from zinfer.weights.formats.scheme import (
 
 _REQUIRED: Final = ("qweight", "qzeros", "scales")
 _ONE_IN_EACH: Final = {4: 0x11111111, 8: 0x01010101}
+_FULL_BITS: Final = 16
 _OVERRIDES: Final = frozenset({"bits", "group_size", "sym", "desc_act", "format", "checkpoint_format", "pack_dtype"})
 
 
@@ -120,3 +122,31 @@ class Gptq(ForeignScheme, Encoding):
         fill_zeros(target, unpack(zeros, self.bits, target.rows).t(), "qzeros")
         fill_scales(target, parts["scales"].t(), "scales")
         fill_words(target, parts["qweight"].t())
+
+
+def _refuse_other_bits(extra: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    """Refuse auto-round's single layers that are quantized otherwise than the rest; those left in full say 16 bits."""
+    stated = {key: info.data.get(key) for key in ("bits", "group_size", "sym")}
+    for layer, own in extra.items():
+        is_full = isinstance(own, dict) and own.get("bits", 0) >= _FULL_BITS
+        if not is_full and isinstance(own, dict) and any(own.get(key, value) != value for key, value in stated.items()):
+            raise unsupported(f"{layer}: modules that are stored otherwise than the rest are not read")
+    return extra
+
+
+class AutoRoundGptq(Gptq):
+    """Weights that Intel's auto-round wrote in GPTQ's packing; columns keep their order."""
+
+    packing_format: Literal["auto_round:auto_gptq", "auto_round:gptq"]
+    data_type: Literal["int"] = "int"
+    extra_config: Annotated[dict[str, Any], AfterValidator(_refuse_other_bits)] = Field(default_factory=dict)
+
+
+class AutoRoundAwq(Awq):
+    """Weights that Intel's auto-round wrote in AWQ's packing, always with zeros."""
+
+    packing_format: Literal["auto_round:auto_awq", "auto_round:awq"]
+    data_type: Literal["int"] = "int"
+    sym: bool = True
+    zero_point: Literal[True] = True
+    extra_config: Annotated[dict[str, Any], AfterValidator(_refuse_other_bits)] = Field(default_factory=dict)
