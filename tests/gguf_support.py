@@ -156,14 +156,14 @@ def write_gguf(
     Args:
         type: of all matrices.
         types: of single ones, by a part of their names in the file.
-        options: of `gguf.GGUFWriter`, and `tokens`: whether to write a tokenizer.
+        options: of `gguf.GGUFWriter`, and `tokens`: the kind of a tokenizer, as `add_tokenizer` takes it.
     """
     model, arch = tiny_family(family), FAMILIES[family][0]
-    rng, tokens = np.random.default_rng(0), options.pop("tokens", False)
+    rng, tokens = np.random.default_rng(0), options.pop("tokens", "")
     writer = gguf.GGUFWriter(path, arch, **options)
     add_metadata(writer, model.config)
     if tokens:
-        add_tokenizer(writer)
+        add_tokenizer(writer, tokens)
     state = model.state_dict()
     with torch.no_grad():
         for name, value in state.items():
@@ -344,8 +344,11 @@ def _add_attention(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_dimension_count(config.qk_rope_head_dim)
 
 
-def add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """A byte-level vocabulary of `VOCAB_SIZE` tokens, with a chat template."""
+def add_tokenizer(writer: gguf.GGUFWriter, kind: str = "llama-bpe") -> None:
+    """A vocabulary of `VOCAB_SIZE` tokens: sentencepiece's, or of bytes with a pre-tokenizer and a chat template."""
+    if kind == "sentencepiece":
+        add_sentencepiece(writer)
+        return
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     alphabet = list(bytes_to_unicode().values())
@@ -357,7 +360,7 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     kinds += [gguf.TokenType.NORMAL] * (len(alphabet) + len(merges))
     kinds += [gguf.TokenType.UNUSED] * (VOCAB_SIZE - len(kinds))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_tokenizer_pre(kind)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(pair) for pair in merges])
@@ -370,3 +373,19 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
         "{% for m in messages %}<|{{ 'user' if m.role == 'user' else 'bot' }}|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|bot|>{% endif %}"
     )
+
+
+def add_sentencepiece(writer: gguf.GGUFWriter) -> None:
+    words = ["\u2581", *"helo", "\u2581h", "el", "lo", "\u2581hel", "\u2581hello", "  ", "\u2581\u2581"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    tokens += [f"[PAD{number}]" for number in range(len(tokens), VOCAB_SIZE)]
+    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    kinds += [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * (VOCAB_SIZE - 259)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-float(number) for number in range(VOCAB_SIZE - 259)])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)

@@ -36,8 +36,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def logits_of(path: Path, **options: Any) -> torch.Tensor:
     options = {"nvme_path": None, "dtype": "fp32", "home": "none"} | options
     with engine_of(str(path), **options) as engine:
-        found: torch.Tensor = engine(IDS).logits
-        return found
+        found: torch.Tensor = engine(IDS.to(options.get("device", "cpu"))).logits
+        return found.cpu()
 
 
 @given(
@@ -79,6 +79,16 @@ def test_a_type_computes_the_logits_of_its_decoded_weights(type: str, family: st
     model = write_gguf(tmp_path / "model.gguf", family, type)
     found = logits_of(tmp_path / "model.gguf", home=home)
     torch.testing.assert_close(found, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+def test_a_device_computes_the_logits_of_the_decoded_weights(
+    family: str, home: str, device: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    wanted = write_gguf(path, family, "Q4_K", types={"exps": "MXFP4", "ffn_down": "Q6_K"})(IDS).logits
+    torch.testing.assert_close(logits_of(path, home=home, device=device), wanted, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2"])
@@ -177,7 +187,7 @@ def damaged(data: bytes, end: int, draw: random.Random) -> bytes:
 
 def test_damaged_headers_end_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(path, "qwen3_moe", tokens=True)
+    write_gguf(path, "qwen3_moe", tokens="llama-bpe")
     data, header = path.read_bytes(), read_gguf_header(path)
     end = min(tensor.offset for tensor in header.tensors.values())
     refused = 0
@@ -219,7 +229,7 @@ def test_a_file_of_version_2_is_read(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_not_read_is_named_with_a_remedy(change: Any, words: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(path, "llama", tokens=True)
+    write_gguf(path, "llama", tokens="llama-bpe")
     path.write_bytes(change(path.read_bytes()))
     message = refusal(path)
     assert message.startswith(f"{path}: ")
@@ -246,7 +256,7 @@ def test_other_types_and_architectures_are_named(tmp_path: Path) -> None:
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    wanted = write_gguf(path, "qwen2", tokens=True, split_max_tensors=6)(IDS).logits
+    wanted = write_gguf(path, "qwen2", tokens="llama-bpe", split_max_tensors=6)(IDS).logits
     parts = sorted(tmp_path.glob("*.gguf"))
     assert len(parts) > 2
     torch.testing.assert_close(logits_of(parts[0]), wanted, rtol=0, atol=1e-5)
@@ -262,7 +272,7 @@ def test_a_folder_with_several_models_asks_for_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_its_own_config_and_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
-    wanted = write_gguf(tmp_path / "model.gguf", "qwen2", tokens=True)(IDS).logits
+    wanted = write_gguf(tmp_path / "model.gguf", "qwen2", tokens="llama-bpe")(IDS).logits
     own = tmp_path / "own"
     shutil.copytree(resolve_folder(tmp_path), own, symlinks=True)
     assert resolve_folder(own) == own
@@ -291,7 +301,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 
 
 def test_the_tokenizer_and_the_ends_of_texts_come_from_the_file(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "model.gguf", "llama", tokens=True)
+    write_gguf(tmp_path / "model.gguf", "llama", tokens="llama-bpe")
     folder = resolve_folder(tmp_path / "model.gguf")
     tokenizer = find_tokenizer(folder)
     text = "the man in the rain,\n  12345 Ünïcode"
@@ -307,6 +317,27 @@ def test_the_tokenizer_and_the_ends_of_texts_come_from_the_file(tmp_path: Path) 
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 3]
 
 
+@pytest.mark.parametrize(
+    ("family", "kind", "begin"),
+    [
+        ("llama", "sentencepiece", [1]),
+        ("gemma2", "sentencepiece", [1]),
+        ("phi3", "sentencepiece", [1]),
+        ("deepseek_v3", "deepseek-v3", [0]),
+        ("gpt_oss", "gpt-4o", [0]),
+        ("glm4_moe", "glm4", [0]),
+        ("qwen2", "qwen2", [0]),
+    ],
+)
+def test_a_tokenizer_gives_the_text_back(family: str, kind: str, begin: list[int], tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", family, tokens=kind)
+    tokenizer = find_tokenizer(resolve_folder(tmp_path / "model.gguf"))
+    for text in ("hello hello  lo é", "the 12345 中文字 ab's\n\n x"):
+        tokens = tokenizer.encode(text)
+        assert tokens[: len(begin)] == begin
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == text
+
+
 def test_quantized_again_its_values_are_rounded_like_any_others(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = write_gguf(path, "qwen3_moe", "Q6_K")
@@ -318,7 +349,7 @@ def test_quantized_again_its_values_are_rounded_like_any_others(tmp_path: Path) 
 
 def test_a_plan_reads_headers_alone(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(path, "qwen3_moe", "Q4_K", tokens=True)
+    write_gguf(path, "qwen3_moe", "Q4_K", tokens="llama-bpe")
     whole = read_outline(path)
     end = min(tensor.offset for tensor in read_gguf_header(path).tensors.values())
     with path.open("r+b") as file:
