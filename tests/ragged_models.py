@@ -66,6 +66,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "olmo2": {},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64} | _ALONE,
     "phi": {},
+    "phi3": {},
     "qwen2": _WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
     "qwen3": _HEADS,
     "qwen3_moe": _HEADS | _EXPERTS | {"num_experts": 4, "decoder_sparse_step": 1, "mlp_only_layers": []},
@@ -77,7 +78,6 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 PADDED_FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 16}
     | _ALONE,
-    "phi3": {},
 }
 
 _INDEX: Final = {"index_n_heads": 2, "index_head_dim": 16}

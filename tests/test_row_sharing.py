@@ -11,7 +11,9 @@ import transformers
 from checkpoints import VOCAB_SIZE
 from transformers import PreTrainedModel
 
+from zinfer.config import resolve_settings
 from zinfer.jobs import run_job
+from zinfer.jobs.execution_mode import job_limits, why_padded
 from zinfer.model.padding import RowSharing, Sharing, find_row_sharing
 
 _TEXT: Final = {
@@ -171,3 +173,13 @@ def test_groups_hold_each_row_once_and_mix_no_lengths_they_must_not(sharing: Row
             within, past = max(own) + 4 <= sharing.border, min(own) > sharing.border
             assert len(own) == 1 or within or (past and not sharing.grows)
             assert limit == (sharing.border if within else None)
+
+
+def test_rows_within_the_border_of_rotary_positions_may_share_ragged_passes() -> None:
+    model = tiny(DECODERS["phi3-longrope"])
+    free, within = resolve_settings({}), resolve_settings({"max_out_tokens": 32})
+    assert "change beyond 32 tokens; if rows stay within them, state max_out_tokens 32" in str(why_padded(model, free))
+    assert why_padded(model, within) is None
+    assert job_limits(model, within, generates=True).most_tokens == 32
+    assert job_limits(model, free, generates=True).most_tokens == 128
+    assert "cannot run in ragged batches: sequences that share a pass" in str(why_padded(tiny(DECODERS["bart"]), free))

@@ -20,6 +20,7 @@ from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import max_positions
+from zinfer.model.families import choosing_tokens
 from zinfer.model.known_models import KNOWN_MODELS, KnownModel, known_config
 from zinfer.model.matching import Weight, holds_transpose, match_weights
 from zinfer.model.outline import MADE_UP_NAME, MADE_UP_OFFSET, STORED_NAME, Outline
@@ -98,10 +99,16 @@ def built_outline(
         blocks=built.blocks(quantization),
         spec=ModelSpec.of(tree),
         dtype=tree.config.dtype,
-        max_positions=max_positions(tree),
+        max_positions=_longest(tree),
         files=tuple(checkpoint.files),
         model=built,
     )
+
+
+def _longest(tree: PreTrainedModel) -> int | None:
+    """Return the positions that passes can use: no more than keys are chosen of without an index in pages."""
+    chosen = choosing_tokens(tree.config.get_text_config(decoder=True))
+    return min((each for each in (max_positions(tree), chosen) if each is not None), default=None)
 
 
 def known_outline(

@@ -20,7 +20,7 @@ from typing import Any, Final
 import transformers
 from transformers import PreTrainedModel
 
-from zinfer.model.miniature import rotary_border, shrink
+from zinfer.model.miniature import narrowed_sizes, rotary_border, shrink
 from zinfer.model.sharding.plans import divides_experts, is_divided
 from zinfer.nvme.whole_file import cache_folder, replace_file
 
@@ -32,7 +32,7 @@ VERSION: Final = 1
 INTERFACED: Final = frozenset(
     (
         *("cohere", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama"),
-        *("mistral", "mixtral", "olmo2", "opt", "phi", "qwen2", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
+        *("mistral", "mixtral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
     )
 )
 """Model types whose ragged greedy tokens were verified to equal transformers' `generate` of each prompt alone."""
@@ -133,6 +133,14 @@ def forget_batching() -> None:
     _found.clear()
 
 
+def choosing_tokens(config: Any) -> int | None:
+    """Return the tokens up to which all keys are chosen, by an index or a chunk of a text config; None: without end."""
+    sizes = narrowed_sizes(config)
+    names = ["index_topk", "index_block_size"]
+    names += ["attention_chunk_size"] if "chunked_attention" in (getattr(config, "layer_types", None) or ()) else []
+    return min((sizes[name] for name in names if name in sizes), default=None)
+
+
 def limited(config: Any, batching: Batching) -> Batching:
     """Return it with the limit of rotary positions that change in long sequences, if that is tighter."""
     border, _ = rotary_border(config)
@@ -204,7 +212,8 @@ class Family:
     @property
     def is_batched(self) -> bool:
         """Whether `zinfer.LLM` and jobs run it by continuous batching."""
-        return walked_types().get(self.model_type, ("", ""))[1].startswith(TOGETHER)
+        name, how = walked_types().get(self.model_type, ("", ""))
+        return name in self.classes and how.startswith(TOGETHER)
 
     @property
     def is_tensor_parallel(self) -> bool:
