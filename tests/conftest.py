@@ -32,6 +32,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 # torch looks up the name of each address that it connects to; a name server that loses a query costs 5 s by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# Names that are no folders are looked up in the cache alone; `hub_server.py` is the hub of tests that download.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Under `nohup` and behind `&` these are ignored, in every process that a test starts as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Where a model's folder is found, and what a path that is none says; nothing here may reach the network."""
+"""Where a model's folder is found, and what a path that is none says; nothing may reach the network."""
 
 import os
 import re
@@ -61,7 +61,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refusal(model: str | Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        resolve_folder(model)
+        resolve_folder(model, download=False)
     return str(caught.value)
 
 
@@ -101,19 +101,20 @@ def test_without_refs_the_only_snapshot_counts(cache: Path) -> None:
     assert resolve_folder(repo) == repo / "snapshots" / "aaa"
     cached_model(cache, "org/two", "aaa", "bbb")
     message = refusal("org/two")
-    assert "no refs/main and 2 snapshots: pass one of them as a folder, snapshots/<revision>: aaa, bbb" in message
+    assert "no refs/main and 2 snapshots, aaa, bbb: pass one as a folder, or name@revision" in message
+    assert resolve_folder("org/two@bbb").name == "bbb"
 
 
 @pytest.mark.parametrize("main", ["ccc", "../../org", ""])
 def test_refs_to_a_snapshot_that_is_gone(cache: Path, main: str) -> None:
     cached_model(cache, "org/name", "aaa", main=main)
     message = refusal("org/name")
-    assert f"refs/main names {main!r}, which has no snapshot: run `hf download org/name`" in message
+    assert f"refs/main names {main!r}, which has no snapshot (it holds org/name); --no-download" in message
 
 
 def test_a_cached_repository_without_snapshots(cache: Path) -> None:
     repo = cached_model(cache, "org/name", main="aaa")
-    assert "without any snapshot: run `hf download org/name`" in refusal("org/name")
+    assert "without any snapshot; --no-download" in refusal("org/name")
     (repo / "refs" / "main").unlink()
     (repo / "snapshots").mkdir()
     assert "without any snapshot: run `hf download org/name`" in refusal(repo)
@@ -123,7 +124,7 @@ def test_a_name_that_is_not_cached(cache: Path) -> None:
     message = refusal("org/absent")
     assert message.startswith("'org/absent': no such folder, and not in the Hugging Face cache at ")
     assert str(cache) in message
-    assert "zinfer does not download, run `hf download org/absent` first" in message
+    assert message.endswith("forbids to download it: leave that out, or run `hf download org/absent` first")
 
 
 @pytest.mark.sampled(2)
@@ -167,8 +168,8 @@ def test_neither_a_path_nor_a_hub_name(name: str, tmp_path: Path, monkeypatch: p
     [
         ("", "the model's name is empty: give its folder, or its name on the hub"),
         (" ", "the model's name is empty"),
-        ("https://hf.co/a", "'https://hf.co/a': an address, and zinfer downloads nothing"),
-        ("s3://bucket/model", "'s3://bucket/model': an address, and zinfer downloads nothing"),
+        ("https://hf.co/a", "'https://hf.co/a': an address, and zinfer downloads from the Hugging Face hub alone"),
+        ("s3://bucket/model", "'s3://bucket/model': an address, and zinfer downloads from the Hugging Face hub alone"),
         ("./org/name", "'./org/name': no such folder: pass the folder that holds config.json"),
         ("org/name-GGUF", "zinfer does not download, run `hf download org/name-GGUF --include '*Q4_K_M*'` first"),
         ("https://huggingface.co/org/name", "'org/name': no such folder, and not in the Hugging Face cache"),

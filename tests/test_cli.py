@@ -318,7 +318,7 @@ NO_MODELS = {
     "hub.gguf": "'hub.gguf': no such file: check the path",
     "org/absent-GGUF": "run `hf download org/absent-GGUF --include '*Q4_K_M*'` first",
     "https://huggingface.co/org/absent": "'org/absent': no such folder, ",
-    "https://example.org/absent": "an address, and zinfer downloads nothing",
+    "https://example.org/absent": "an address, and zinfer downloads from the Hugging Face hub alone",
 }
 TAKING_MODELS = [
     name for name in _COMMANDS if "--model " in CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "300"}).stdout
@@ -341,7 +341,7 @@ def test_every_command_refuses_a_name_that_is_no_model(
 def test_a_published_name_gets_its_name_on_the_hub() -> None:
     result = CliRunner().invoke(app, ["serve", "--model", "llama-3.1-70b"])
     assert result.exit_code == 2
-    assert "run `hf download meta-llama/Llama-3.1-70B`, then give --model meta-llama/Llama-3.1-70B" in result.stderr
+    assert "the published model of this name is --model meta-llama/Llama-3.1-70B" in result.stderr
 
 
 def test_a_name_that_is_no_model_is_refused_before_torch_is_imported() -> None:

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 import zinfer.mii as mii
 from zinfer import LLM, SamplingParams
-from zinfer.errors import ConfigError
+from zinfer.errors import CheckpointError, ConfigError
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.mii_params import MIIParams
@@ -233,7 +233,7 @@ def test_an_interrupted_start_leaves_no_server(folder: Path, tmp_path: Path, mon
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        mii.serve("anything", deployment_name="slow")
+        mii.serve(str(tmp_path), deployment_name="slow")
     thread.join()
     assert not started[0].is_running() or started[0].status() == psutil.STATUS_ZOMBIE
     assert list(folder.iterdir()) == []
@@ -242,7 +242,10 @@ def test_an_interrupted_start_leaves_no_server(folder: Path, tmp_path: Path, mon
 
 
 def test_a_deployment_that_does_not_start_says_why(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"the deployment 'nowhere' did not start: .*no such folder"):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RuntimeError, match=r"the deployment 'empty' did not start: .*an empty folder"):
+        mii.serve(str(tmp_path / "empty"), device="cpu")
+    with pytest.raises(CheckpointError, match="no such folder"):
         mii.serve(str(tmp_path / "nowhere"), device="cpu")
 
 

@@ -187,7 +187,9 @@ def test_what_cannot_be_planned_is_refused_in_words(checkpoint: Path, tmp_path: 
     (tmp_path / "empty").mkdir()
     check_refused(zinfer_plan(tmp_path / "empty", "--machine", "h200"), "empty folder", "config.json")
     check_refused(zinfer_plan(tmp_path / "nowhere", "--machine", "h200"), "no such folder")
-    check_refused(zinfer_plan("llama3-70b", "--machine", "h200"), "no such folder", "--model llama-3-70b")
+    check_refused(
+        zinfer_plan("llama3-70b", "--machine", "h200"), "no such folder", "did you mean meta-llama/Meta-Llama-3-70B?"
+    )
     fits_not = zinfer_plan(large, "--machine", "a6000", "--batch-size", "64")
     check_refused(fits_not, "the request does not fit", "KV cache", "lower the batch size first")
     check_refused(fits_not, "what would fit: a job that shares its passes (--rows 64 instead of --batch-size), or --b")
@@ -421,13 +423,11 @@ def test_a_plan_begins_with_its_answer_and_says_what_does_not_run_yet(tmp_path: 
     [
         ("", "the model's name is empty"),
         ("./llama-3-70b", "'./llama-3-70b': no such folder: pass the folder that holds config.json"),
-        (
-            "mistralai/Foo-7B",
-            "run `hf download mistralai/Foo-7B config.json --local-dir Foo-7B`, then give --model Foo-7B",
-        ),
-        ("unsloth/gpt-oss-120b-GGUF", "run `hf download unsloth/gpt-oss-120b-GGUF --include '*Q4_K_M*'` first"),
-        ("https://huggingface.co/org/name", "run `hf download org/name config.json --local-dir name`"),
-        ("https://example.org/name", "an address, and zinfer downloads nothing"),
+        ("mistralai/Foo-7B", "not in the Hugging Face cache"),
+        ("Qwen/Qwen3-33B", "did you mean Qwen/Qwen3-32B?"),
+        ("unsloth/gpt-oss-120b-GGUF", "HF_HUB_OFFLINE forbids to download it"),
+        ("https://huggingface.co/org/name", "HF_HUB_OFFLINE forbids to download it"),
+        ("https://example.org/name", "an address, and zinfer downloads from the Hugging Face hub alone"),
         ("moonshotai/Kimi-K3", "does not run it yet, and knows too little of its layers"),
     ],
 )

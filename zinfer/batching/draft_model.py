@@ -69,6 +69,7 @@ def draft_config(settings: Settings) -> dict[str, Any]:
         "device": settings.device,
         "speculate": "off",
         "generation_config": "none",
+        "download": settings.download,
         "kv_cache_memory": _KV_BYTES,
         "max_sequences": MOST_TOKENS // 2,
         "tokens_per_pass": _TOKENS_PER_PASS,

@@ -29,6 +29,7 @@ from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.scheduling.precedence import Precedence
 from zinfer.weights import Checkpoint
+from zinfer.weights.hub import ensure_downloaded
 
 log = logging.getLogger("zinfer")
 
@@ -92,6 +93,7 @@ class LLM(BatchedModel):
         is_module = isinstance(model, nn.Module)
         settings = resolve_settings(config, kwargs, is_module=is_module, swaps=True, is_job=job is not None)
         say_without_effect(settings)
+        ensure_downloaded(model, download=settings.download)
         if job is not None:
             sizes, arguments = split(_planned(model, settings, job))
             swaps_to_disk = arguments[SWAPS] if swaps_to_disk is None else swaps_to_disk

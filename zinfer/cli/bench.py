@@ -8,13 +8,13 @@ import typer
 from rich.console import Console
 
 from zinfer.cli.ending import exit_on_error, importing, process_seconds, raise_on_signals
-from zinfer.cli.options import STATED_BY, Config, DeviceOption, KVCache, Weights
+from zinfer.cli.options import STATED_BY, Config, DeviceOption, KVCache, NoDownload, Weights
 from zinfer.cli.plan_machine import find_model
 from zinfer.errors import ConfigError
 
 
 def bench(
-    model: Annotated[str, typer.Option(help="Folder with config.json, or a name from '--model list'.")],
+    model: Annotated[str, typer.Option(help="Folder with config.json, a name on the hub, or one from '--model list'.")],
     rows: Annotated[int | None, typer.Option(min=1, help="Number of random prompts.")] = None,
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 512,
     new_tokens: Annotated[
@@ -42,6 +42,7 @@ def bench(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes that share weights and rows; by default one per GPU.")
     ] = None,
+    no_download: NoDownload = False,
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line on stdout.")] = False,
 ) -> None:
     """Measure a job with random weights: of the model only config.json is needed.
@@ -58,7 +59,7 @@ def bench(
             print(known_listing())
         return
     with exit_on_error(), raise_on_signals(makes_passes=True):
-        find_model(model)
+        find_model(model, config, no_download=no_download)
         cap_bytes = None if memory_cap is None else _cap_bytes(memory_cap)
         with importing():
             from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch

@@ -14,6 +14,7 @@ from zinfer.cli.options import (
     MaxDeviceMemory,
     MaxNewTokens,
     MinP,
+    NoDownload,
     OptionalModel,
     Seed,
     System,
@@ -39,6 +40,7 @@ def chat(
     kv_cache: KVCache = None,
     max_device_memory: MaxDeviceMemory = None,
     generation_config: GenerationConfig = None,
+    no_download: NoDownload = False,
     system: System = None,
     max_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
@@ -67,7 +69,7 @@ def chat(
         if model is not None and served_model_name is not None:
             raise ConfigError("--served-model-name is for --url; --model has one model")
         if model is not None:
-            begin_reading(model_folder(model))
+            begin_reading(model_folder(model, config, no_download=no_download))
         _check_extra(needs_server=model is not None)
         with importing():
             from zinfer.chat.chat import talk
@@ -78,7 +80,7 @@ def chat(
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         sampling |= {"min_p": min_p, "seed": seed}
         options = {name: value for name, value in sampling.items() if value is not None}
-        words = ["--model", model or "", *option_words(**own)]
+        words = ["--model", model or "", *option_words(**own), *(["--no-download"] if no_download else [])]
         connection = local_client(words, options) if url is None else ChatClient(url, api_key, options)
         talking = talk(Terminal(), connection, model=served_model_name, system=system, signals=ending_signals())
         if (number := asyncio.run(talking)) is not None:

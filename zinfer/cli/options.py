@@ -1,6 +1,6 @@
 """Options that several commands have, spelt and described alike."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -8,19 +8,22 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 from zinfer.cli.ending import Device
+from zinfer.config.source import config_keys
 from zinfer.errors import CheckpointError
 from zinfer.jobs.request import WEIGHTS
-from zinfer.model.known_models import find_known_model
+from zinfer.model.known_models import KNOWN_MODELS, find_known_model, near_names
 from zinfer.nvme.page_cache import end_reading_ahead, read_ahead
 from zinfer.probe.cgroups import free_host_bytes
 from zinfer.ranks.environment import own_local_rank
-from zinfer.weights.folder import hub_name, resolve_folder, weight_files
+from zinfer.weights.folder import weight_files
+from zinfer.weights.hub import NotOnHubError, resolve_folder
 
 MODEL_PANEL: Final = "Model and machine"
 SAMPLING_PANEL: Final = "Sampling"
 
 _MODEL: Final = typer.Option(
-    metavar="<model>", help="Folder of the model and its tokenizer, or a hub name in the Hugging Face cache."
+    metavar="<model>",
+    help="Folder of the model and its tokenizer, or a name on the Hugging Face hub: org/name or org/name@revision.",
 )
 Model = Annotated[str, _MODEL]
 """Not a `Path`, which drops the "./" that makes a name a folder, and makes "." of an empty one."""
@@ -29,6 +32,12 @@ DraftModel = Annotated[
     str | None,
     typer.Option(
         metavar="<model>", help="Small model of the same vocabulary that guesses next tokens; as for --model."
+    ),
+]
+NoDownload = Annotated[
+    bool,
+    typer.Option(
+        "--no-download", help="Refuse a model that is not in the Hugging Face cache.", rich_help_panel=MODEL_PANEL
     ),
 ]
 Config = Annotated[
@@ -86,6 +95,7 @@ STATED_BY: Final = {
     "dtype": "--weights",
     "quantization": "--weights",
     "kv_cache_dtype": "--kv-cache",
+    "download": "--no-download",
     "max_device_memory": "--max-device-memory",
     "generation_config": "--generation-config",
     "max_token_latency": "--max-token-latency",
@@ -97,22 +107,37 @@ STATED_BY: Final = {
 """The options that state keys of the configuration, for messages."""
 
 
-def model_folder(model: str) -> Path:
-    """Return the folder of the model that --model names. Imports no torch, so that refusals come at once.
+def model_folder(model: str, config: Path | None = None, *, no_download: bool = False) -> Path:
+    """Return the folder of the model that --model names, downloading it unless that is forbidden.
+
+    Imports no torch, so that refusals come at once.
+
+    Args:
+        config: whose zinfer.download may forbid it too.
 
     Raises:
-        CheckpointError: there is no model of that name on this machine.
+        CheckpointError: there is no such model.
+        ConfigError: the configuration cannot be read.
     """
+    if "/" not in model and (known := find_known_model(model)) is not None:
+        raise CheckpointError(f"{model!r}: no such folder; the published model of this name is --model {known.hub}")
     try:
-        return resolve_folder(model)
-    except CheckpointError as error:
-        known = find_known_model(model)
-        if known is None or known.hub == hub_name(model):
-            raise
-        raise CheckpointError(
-            f"{model!r}: no such folder; the published model of this name is {known.hub}, and zinfer does not "
-            f"download: run `hf download {known.hub}`, then give --model {known.hub}"
-        ) from error
+        return resolve_folder(model, download=may_download(config, no_download))
+    except NotOnHubError as error:
+        raise CheckpointError(f"{error}{meant(model)}") from error
+
+
+def may_download(config: Path | None, no_download: bool) -> bool:
+    """Return whether a model that is not in the cache may be downloaded. Raises ConfigError as `config_keys`."""
+    if no_download or config is None:
+        return not no_download
+    section = config_keys(config).get("zinfer")
+    return not isinstance(section, Mapping) or section.get("download") is not False
+
+
+def meant(model: str) -> str:
+    """Return a hint at the published model that is spelt like this one; empty: there is none."""
+    return "".join(f"; did you mean {KNOWN_MODELS[each].hub}?" for each in near_names(model)[:1])
 
 
 def begin_reading(folder: Path) -> None:
@@ -140,9 +165,12 @@ def stated_keys(
     kv_cache: CacheForm | None = None,
     max_device_memory: str | None = None,
     generation_config: GenerationRule | None = None,
+    *,
+    no_download: bool = False,
 ) -> dict[str, Any]:
     """Return the keys of the configuration that options state."""
     keys = {} if weights is None else dict(WEIGHTS[weights])
+    keys |= {"download": False} if no_download else {}
     others = {
         "kv_cache_dtype": kv_cache,
         "max_device_memory": max_device_memory,

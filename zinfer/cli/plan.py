@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from zinfer.cli.ending import exit_on_error, importing
+from zinfer.cli.options import NoDownload
 from zinfer.cli.plan_machine import MachineOptions, open_case
 from zinfer.display import print_text
 from zinfer.errors import ConfigError, PlanError
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 def plan(
     model: Annotated[
         str | None,
-        typer.Option(help="Checkpoint folder, one with config.json alone, or a name on the hub; 'list': those known."),
+        typer.Option(
+            help="Checkpoint folder, one with config.json alone, or a name on the hub; 'list': those known here."
+        ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
     machine: Annotated[
@@ -69,6 +72,7 @@ def plan(
         str,
         typer.Option(help="How the ranks share the job, such as 'replicas=2,zero=4'; auto: as a job would choose."),
     ] = "auto",
+    no_download: NoDownload = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
 ) -> None:
     """Predict memory, speed and the bottleneck of a batch or a job, and suggest how to make it faster.
@@ -99,7 +103,9 @@ def plan(
         if rows is not None and input is not None:
             raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
         stated = MachineOptions(machine, probe, host_memory, link, disk)
-        case, note = open_case(model, config, stated, parallel, weights)
+        case, note = open_case(
+            model, config, stated, parallel, weights, no_download=no_download, with_texts=input is not None
+        )
         document, tables, answer, lines = (
             _plan_batch(case, (batch_size or 32, prompt_len, new_tokens), (ranks, nodes))
             if rows is None and input is None

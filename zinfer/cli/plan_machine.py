@@ -80,50 +80,57 @@ def _bytes(option: str, value: str | None, example: str) -> int | None:
     return nbytes
 
 
-def find_model(model: str) -> "KnownModel | None":
-    """Return the published model of this name; None: it is a folder. Imports no torch, so that refusals come at once.
+def find_model(
+    model: str, config: Path | None = None, *, no_download: bool = False, with_texts: bool = False
+) -> "KnownModel | None":
+    """Return the published model of this name, for which no network is needed; None: it is a folder, or on the hub.
+
+    Of a model on the hub config.json is downloaded, if it is not in the cache. Imports no torch: refusals come at once.
+
+    Args:
+        config: whose zinfer.download may forbid to download.
+        with_texts: of a model on the hub the tokenizer is needed too.
 
     Raises:
-        CheckpointError: it is neither, or a folder without a model; or zinfer does not know the model's layers.
+        CheckpointError: there is no such model, or a folder without one; or zinfer does not know the model's layers.
     """
     with importing():
-        from zinfer.model.known_models import find_known_model, known_config, near_names
-        from zinfer.weights.folder import HUB_NAME, find_folder, holds_config_alone, hub_name, resolve_folder
+        from zinfer.cli.options import may_download, meant
+        from zinfer.model.known_models import find_known_model, known_config
+        from zinfer.weights.folder import checked_folder, holds_config_alone, name_on_hub
+        from zinfer.weights.hub import config_folder
 
     if (known := find_known_model(model)) is not None:
         known_config(known)
         return known
     try:
-        if not holds_config_alone(find_folder(model)):
-            resolve_folder(model)
+        folder = config_folder(model, download=may_download(config, no_download), with_texts=with_texts)
     except CheckpointError as error:
-        name = hub_name(model)
-        if Path(name).exists() or not HUB_NAME.fullmatch(name) or name.lower().endswith(("-gguf", ".gguf")):
-            raise
-        near = "".join(f"; or plan for the published model: --model {each}" for each in near_names(name)[:1])
-        if "/" not in name:
-            raise CheckpointError(f"{error}{near}") from error
-        folder = name.rpartition("/")[2]
-        raise CheckpointError(
-            f"{name!r}: no such folder, not in the Hugging Face cache, and none of the published models of `--model "
-            f"list`; a plan needs its config.json alone: run `hf download {name} config.json --local-dir {folder}`, "
-            f"then give --model {folder}{near}"
-        ) from error
+        raise CheckpointError(f"{error}{meant(model)}") from error
+    if name_on_hub(model) is None and not holds_config_alone(folder):
+        checked_folder(folder)
     return None
 
 
 def open_case(
-    model: str, config: Path | None, options: MachineOptions, parallel: str, weights: str | None = None
+    model: str,
+    config: Path | None,
+    options: MachineOptions,
+    parallel: str,
+    weights: str | None = None,
+    *,
+    no_download: bool = False,
+    with_texts: bool = False,
 ) -> tuple["Case", str | None]:
     """Return the model, and the machine for one process alone; and a line on what a run does not take of the model.
 
-    Checks the machine first, then the model's name.
+    Checks the machine first, then the model's name; `no_download` and `with_texts` as in `find_model`.
 
     Raises:
         ConfigError, CheckpointError: an option, the configuration or the checkpoint is unusable.
     """
     options.check()
-    known = find_model(model)
+    known = find_model(model, config, no_download=no_download, with_texts=with_texts)
     with importing():
         from zinfer.cli.options import STATED_BY
         from zinfer.cli.plan_ranks import parse_parallel
@@ -133,13 +140,14 @@ def open_case(
         from zinfer.planning.plan import Case
         from zinfer.planning.presets import find_preset, probed_machine, this_machine
         from zinfer.probe.limits import choose_device
-        from zinfer.weights.folder import find_folder, holds_config_alone
+        from zinfer.weights.hub import lacks_weights
 
     if known is None or options.preset is None:
         with importing():
             import torch  # noqa: F401  outlines and limits import it inside functions
 
     keys = {"parallel": parse_parallel(parallel), **(WEIGHTS[weights] if weights is not None else {})}
+    keys |= {"download": False} if no_download else {}
     settings = resolve_settings(config, keys, options=STATED_BY)
     is_stated = settings.quantization is not None or weights is not None
     if known is not None and not is_stated:
@@ -151,11 +159,13 @@ def open_case(
         machine = find_preset(options.preset, settings, options.stated())
     elif options.probe is not None:
         machine = probed_machine(settings, options.probe)
-    elif known is not None or holds_config_alone(find_folder(model)):
+    elif known is not None or lacks_weights(model):
         machine = this_machine(settings, ())
     on_cuda = choose_device(settings).type == "cuda" if machine is None else machine.limits.on_cuda
     in_blocks = keeps_blocks(settings, on_cuda=on_cuda)
-    outline = read_outline(model, settings.dtype, settings.quantization, in_blocks=in_blocks)
+    outline = read_outline(
+        model, settings.dtype, settings.quantization, in_blocks=in_blocks, asks_hub=settings.download
+    )
     check_settings(outline, settings)
     machine = machine or this_machine(settings, outline.files)
     for line in machine.limits.overstated(settings.memory, machine.device_memory_bytes):

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals, say
-from zinfer.cli.options import STATED_BY, Model, model_folder
+from zinfer.cli.options import STATED_BY, Model, NoDownload, model_folder
 from zinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def quantize(
     config: Annotated[
         Path | None, typer.Option(help="DeepSpeed-style JSON with the quantization, instead of the options here.")
     ] = None,
+    no_download: NoDownload = False,
 ) -> None:
     """Write a store: a checkpoint of quantized weights that streams from disk without conversion.
 
@@ -59,7 +60,7 @@ def quantize(
         "search": search,
     }
     with exit_on_error(lambda: f"The finished blocks in {output} are kept"), raise_on_signals():
-        folder = model_folder(model)
+        folder = model_folder(model, config, no_download=no_download)
         with importing():
             from zinfer.store.pipeline import summary_table
             from zinfer.store.writing import write_store

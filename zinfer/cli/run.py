@@ -22,6 +22,7 @@ from zinfer.cli.options import (
     MaxNewTokens,
     MinP,
     Model,
+    NoDownload,
     Seed,
     Stop,
     Temperature,
@@ -145,6 +146,7 @@ def run(
             rich_help_panel=_RESUME_PANEL,
         ),
     ] = False,
+    no_download: NoDownload = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -180,7 +182,7 @@ def run(
     }
     sampling["stop"] = [_unescaped(text) for text in stop] if stop else None
     names = None if keep in (None, "all") else [] if keep == "none" else [each.strip() for each in keep.split(",")]
-    keys = stated_keys(weights, kv_cache, max_device_memory, generation_config)
+    keys = stated_keys(weights, kv_cache, max_device_memory, generation_config, no_download=no_download)
     columns = {
         "prompt_column": prompt_column,
         "template": None if template is None else _unescaped(template),
@@ -188,7 +190,7 @@ def run(
     }
     if dry_run:
         with exit_on_error():
-            folder = model_folder(model)
+            folder = model_folder(model, config, no_download=no_download)
             with importing():
                 from zinfer.jobs.row_form import RowForm
 
@@ -199,7 +201,7 @@ def run(
         raise typer.BadParameter("give the file for the rows, or - for stdout", param_hint="--output")
     to_stdout = output == STANDARD_STREAM
     with exit_on_error(None if to_stdout else lambda: _kept(output)), raise_on_signals(makes_passes=True):
-        folder = model_folder(model)
+        folder = model_folder(model, config, no_download=no_download)
         with reading_ahead(folder), importing():
             from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch
 

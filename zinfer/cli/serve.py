@@ -19,6 +19,7 @@ from zinfer.cli.options import (
     KVCache,
     MaxDeviceMemory,
     Model,
+    NoDownload,
     Weights,
     begin_reading,
     model_folder,
@@ -29,7 +30,7 @@ from zinfer.cli.options import (
 from zinfer.errors import CheckpointError, ConfigError, SilentRankError
 from zinfer.jobs.request import Pooling
 from zinfer.serve.replica_process import started_replicas, wait_for_server
-from zinfer.weights.folder import GGUF_SUFFIX, absolute, hub_name, resolve_folder
+from zinfer.weights.folder import GGUF_SUFFIX, absolute, hub_name
 
 _MIB = 1 << 20
 _EXTRA = ("fastapi", "httptools", "msgspec", "multipart", "prometheus_client", "uvicorn", "uvloop")
@@ -49,6 +50,7 @@ def serve(
     weights: Weights = None,
     kv_cache: KVCache = None,
     max_device_memory: MaxDeviceMemory = None,
+    no_download: NoDownload = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
     uds: Annotated[Path | None, typer.Option(help="Unix socket to listen on instead.")] = None,
@@ -102,8 +104,8 @@ def serve(
     """
     with exit_on_error(), raise_on_signals(), ExitStack() as owned:
         _check_extra()
-        folder = model_folder(model)
-        _check_draft(draft_model)
+        folder = model_folder(model, config, no_download=no_download)
+        _check_draft(draft_model, config, no_download)
         if (ssl_certfile is None) != (ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both")
         if not all(map(str.strip, api_key or ())):
@@ -121,6 +123,7 @@ def serve(
             ranks = 1
         words += option_words(config=config, ranks=ranks, weights=weights, kv_cache=kv_cache)
         words += option_words(max_device_memory=max_device_memory, generation_config=generation_config)
+        words += ["--no-download"] if no_download else []
         words += [word for key, value in stated.items() for word in (f"--{key.replace('_', '-')}", value)]
         processes = owned.enter_context(started_replicas(words, replicas))
         with importing(owned.close):
@@ -129,7 +132,7 @@ def serve(
             from zinfer.serve.server import ServerOptions
             from zinfer.serve.server import serve as run_server
             from zinfer.serve.service import ServiceLimits
-        keys = stated_keys(weights, kv_cache, max_device_memory, generation_config)
+        keys = stated_keys(weights, kv_cache, max_device_memory, generation_config, no_download=no_download)
         resolve_settings(config, {"device": device, **stated, **keys}, swaps=True, options=STATED_BY)
         if log_requests:
             _log_requests()
@@ -169,10 +172,11 @@ def replica(
     weights: Weights = None,
     kv_cache: KVCache = None,
     max_device_memory: MaxDeviceMemory = None,
+    no_download: NoDownload = False,
 ) -> None:
     """Compute for the server that listens on this socket."""
     with exit_on_error(lambda: "Finished requests were answered"), raise_on_signals():
-        folder = model_folder(model)
+        folder = model_folder(model, config, no_download=no_download)
         with reading_ahead(folder), importing():
             from zinfer.cli.launch import begin_rank, choose_num_ranks, launch
 
@@ -183,7 +187,8 @@ def replica(
             if not wait_for_server(socket):
                 raise typer.Exit(EXIT_STOPPED)
         stated = _stated(max_token_latency, speculate, draft_model)
-        keys = {"device": device, **stated_keys(weights, kv_cache, max_device_memory, generation_config)}
+        keys = stated_keys(weights, kv_cache, max_device_memory, generation_config, no_download=no_download)
+        keys["device"] = device
         settings = resolve_settings(config, {**keys, **stated}, swaps=True, options=STATED_BY)
         if task is ServedTask.EMBED:
             embed(str(socket), model, config, keys, pooling)
@@ -205,10 +210,10 @@ def _stated(max_token_latency: str | None, speculate: str | None, draft_model: s
     return {key: value for key, value in options.items() if value is not None}
 
 
-def _check_draft(model: str | None) -> None:
+def _check_draft(model: str | None, config: Path | None, no_download: bool) -> None:
     try:
         if model is not None:
-            resolve_folder(model)
+            model_folder(model, config, no_download=no_download)
     except CheckpointError as error:
         raise CheckpointError(f"--draft-model: {error}") from error
 

@@ -6,13 +6,14 @@ from typing import Annotated
 import typer
 
 from zinfer.cli.ending import exit_on_error, importing, raise_on_signals, say
-from zinfer.cli.options import Model, model_folder
+from zinfer.cli.options import Model, NoDownload, model_folder
 from zinfer.errors import ConfigError
 
 
 def warmup(
     model: Model,
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON of the jobs to come.")] = None,
+    no_download: NoDownload = False,
     fast: Annotated[bool, typer.Option("--fast", help="The jobs will run with --fast: an INT8 KV cache too.")] = False,
 ) -> None:
     """Compile the kernels that a model needs on this GPU, so that its first job does not wait for them.
@@ -22,7 +23,7 @@ def warmup(
     143 SIGTERM.
     """
     with exit_on_error(), raise_on_signals():
-        model_folder(model)
+        model_folder(model, config, no_download=no_download)
         with importing():
             from zinfer.config import resolve_settings
             from zinfer.jobs.warmup import warm_up

@@ -219,6 +219,12 @@ class Settings:
         "suppressed or forced; none: only its end tokens are read",
         default="auto",
     )
+    download: bool = setting(
+        "zinfer.download",
+        flag,
+        "download a model that is given by its name on the Hugging Face hub and is not in the cache; false: refuse it",
+        default=True,
+    )
     min_out_tokens: int = setting(
         "min_out_tokens", count(1), "tokens that must at least be possible", "min_tokens", default=1
     )

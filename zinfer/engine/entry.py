@@ -11,6 +11,7 @@ from zinfer.config import Ignored, resolve_settings
 from zinfer.config.settings import say_without_effect
 from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import ConfigError
+from zinfer.weights.hub import ensure_downloaded
 
 # Arguments of DeepSpeed's `initialize` that ask for training, and those that only configure it.
 _TRAINING: Final = ("optimizer", "lr_scheduler", "training_data")
@@ -30,8 +31,9 @@ def init_inference(
     """Make an engine that runs ``model`` within the memory budgets.
 
     Args:
-        model: a checkpoint folder, a Hugging Face cache folder, a hub name that is in the cache, or a transformers
-            module: one with its weights in memory (they are moved out, block by block), or one on the meta device
+        model: a checkpoint folder, a Hugging Face cache folder, a name on the hub (``org/name`` or
+            ``org/name@revision``; downloaded unless it is in the cache), or a transformers module: one with its weights
+            in memory (they are moved out, block by block), or one on the meta device
             together with ``checkpoint=``, a folder or a list of files. Other torch modules work too: their blocks are
             the modules of one class that repeat in a list, or those whose class ``injection_policy=`` names.
         config: DeepSpeed-style settings: a dict, or the path of a JSON file. Never changed. Keys without effect are
@@ -46,6 +48,7 @@ def init_inference(
     """
     settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module))
     say_without_effect(settings)
+    ensure_downloaded(model, download=settings.download)
     return InferenceEngine(model, settings)
 
 
@@ -82,6 +85,7 @@ def initialize(
     )
     settings = replace(settings, without_effect=settings.without_effect + idle)
     say_without_effect(settings)
+    ensure_downloaded(model, download=settings.download)
     return InferenceEngine(model, settings), None, None, None
 
 

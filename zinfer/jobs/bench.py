@@ -30,7 +30,7 @@ from zinfer.jobs.rehearsal import Rehearsal
 from zinfer.jobs.rivals import Task, is_installed
 from zinfer.jobs.summary import weights_line
 from zinfer.model.built_outline import made_up_model
-from zinfer.model.known_models import find_known_model, known_config, near_names
+from zinfer.model.known_models import find_known_model, known_config
 from zinfer.nvme.temporary_folder import temporary_folder
 from zinfer.offload.block import Tier
 from zinfer.offload.partition import Partition
@@ -43,7 +43,8 @@ from zinfer.ranks.mesh import Mesh
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.units import human_bytes
 from zinfer.weights import Checkpoint
-from zinfer.weights.folder import CONFIG_NAME, absolute, hub_name
+from zinfer.weights.folder import CONFIG_NAME
+from zinfer.weights.hub import config_folder
 
 _SAMPLE_BYTES: Final = 512 << 20  # to measure the disk with
 
@@ -161,10 +162,7 @@ def _config_folder(model: str, scratch: Path) -> Path:
     if (known := find_known_model(model)) is not None:
         (scratch / CONFIG_NAME).write_text(json.dumps(known_config(known)))
         return scratch
-    folder = absolute(hub_name(model))
-    if not folder.is_dir():
-        hint = f"; or bench the published model: --model {near[0]}" if (near := near_names(model)) else ""
-        raise CheckpointError(f"--model {model}: neither a folder nor a name from `--model list`{hint}")
+    folder = config_folder(model)
     if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(
             f"--model {model}: the folder holds no {CONFIG_NAME}; copy the model's there, weights are not needed"

@@ -35,6 +35,7 @@ from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import join_group
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.open_models import failing_together
+from zinfer.weights.hub import ensure_downloaded
 
 
 def run_job(
@@ -141,6 +142,8 @@ def run_job(
     request.check()
     keys = {**request.keys, **({"optimize": "speed"} if request.fast else {})}
     settings = resolve_settings(request.config, keys, swaps=request.generates, is_job=request.generates)
+    for each in (request.model, settings.batching.draft_model):
+        ensure_downloaded(each, download=settings.download)
     group = join_group(choose_device(settings).type)
     Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])  # before anything is loaded
     with failing_together():

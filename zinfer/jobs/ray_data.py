@@ -20,6 +20,7 @@ from zinfer.model.build import build_meta_model
 from zinfer.requests.completion import Completion
 from zinfer.requests.prompt_encoder import PromptEncoder, find_tokenizer
 from zinfer.weights import Checkpoint
+from zinfer.weights.hub import ensure_downloaded
 
 _ID: Final = "id"
 _LOGPROBS: Final = pa.list_(pa.struct([("logprob", pa.float64()), ("top", pa.list_(pa.list_(pa.float64())))]))
@@ -77,8 +78,9 @@ class LLMPredictor:
         if taken:
             raise ConfigError(f"keep names {', '.join(taken)}, which the output has anyway; rename the column")
         self._form, self._keep = RowForm(max_new_tokens, keep=()), tuple(keep)
-        checkpoint = Checkpoint.open(model)
         settings = resolve_settings(config, options, swaps=True)
+        ensure_downloaded(model, download=settings.download)
+        checkpoint = Checkpoint.open(model)
         meta = build_meta_model(checkpoint, settings.dtype)
         limits = batched_limits(meta, settings.max_out_tokens)
         tokenizer = find_tokenizer(checkpoint.folder)

@@ -12,11 +12,13 @@ import httpx2 as httpx
 import psutil
 from pydantic import ValidationError
 
+from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError
 from zinfer.mii.mii_client import MIIClient
 from zinfer.mii.registry import Deployment, MIIConfig, ModelConf, folder_of
 from zinfer.mii.settings import ModelSettings, config_of
 from zinfer.requests.field_errors import field_error
+from zinfer.weights.hub import ensure_downloaded
 
 _SERVER: Final = ("enable_restful_api", "restful_api_port", "restful_api_host")
 _IDLE: Final = (
@@ -36,7 +38,7 @@ def serve(
     An exception while it loads, such as Ctrl-C, ends it.
 
     Args:
-        model_name_or_path: a checkpoint folder with its tokenizer.
+        model_name_or_path: a checkpoint folder with its tokenizer, or a name on the hub.
         model_config: keywords of the model as a mapping.
         mii_config: keywords of the deployment as a mapping, and of the model under ``model_config``.
         kwargs: ``deployment_name`` (by default the folder's name), ``tensor_parallel``, ``replica_num``,
@@ -45,6 +47,7 @@ def serve(
 
     Raises:
         ConfigError: a keyword cannot be used, or a deployment of this name runs.
+        CheckpointError: there is no such folder, and no such model on the hub.
         RuntimeError: the server did not start; says what it printed last.
     """
     outer = {**(mii_config or {}), **kwargs}
@@ -63,6 +66,7 @@ def serve(
     except ValidationError as error:
         raise ConfigError(field_error(error, MIIConfig)) from None
     _refuse_second(name)
+    ensure_downloaded(settings.model, download=resolve_settings(settings.config, swaps=True).download)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "config.json").write_text(json.dumps(settings.config), encoding="utf-8")
     return MIIClient(_start(_command(config, settings, folder), config))

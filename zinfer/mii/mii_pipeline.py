@@ -85,7 +85,7 @@ def pipeline(
     """Load a model into this process; processes that torchrun started divide its layers.
 
     Args:
-        model_name_or_path: a checkpoint folder with its tokenizer, or a name in the Hugging Face cache.
+        model_name_or_path: a checkpoint folder with its tokenizer, or a name on the hub.
         model_config: the same keywords as a mapping.
         all_rank_output: whether other ranks than 0 return texts too.
         kwargs: MII's keywords, see `zinfer.mii.settings`; and ``config`` and ``device``, as for `zinfer.LLM`.

@@ -31,7 +31,8 @@ from zinfer.model.stage import Stage, StageModel
 from zinfer.offload.block import Extent
 from zinfer.weights import Checkpoint, TensorEntry
 from zinfer.weights.checkpoint import read_config
-from zinfer.weights.folder import CONFIG_NAME, find_folder, holds_config_alone
+from zinfer.weights.folder import CONFIG_NAME, find_folder, name_on_hub
+from zinfer.weights.hub import lacks_weights
 from zinfer.weights.quantized import find_stored_scheme
 
 
@@ -83,16 +84,21 @@ def built_outline(
     quantization: Quantization | None = None,
     *,
     in_blocks: bool = False,
+    asks_hub: bool = False,
 ) -> Outline:
     """Read the outline of a checkpoint, or of a folder with config.json and no safetensors; as `read_outline`."""
-    folder = find_folder(model)
-    if holds_config_alone(folder):
-        tree, checkpoint = made_up_model(folder, dtype)
+    folder, name, is_made_up = find_folder(model), name_on_hub(model), False
+    if lacks_weights(model):
+        if asks_hub and name is not None and _unsaid(Checkpoint(folder, {}, {}, ""), dtype) is not None:
+            checkpoint = Checkpoint.on_hub(name, folder)
+            tree = build_meta_model(checkpoint, dtype)
+        else:
+            (tree, checkpoint), is_made_up = made_up_model(folder, dtype), True
     else:
         checkpoint = Checkpoint.open(model)
         tree = build_meta_model(checkpoint, dtype)
     scheme = find_stored_scheme(checkpoint)
-    stored = scheme.planned if scheme is not None and holds_config_alone(folder) else None
+    stored = scheme.planned if scheme is not None and is_made_up else None
     built = BuiltModel(tree, match_weights(tree, checkpoint, scheme), folder, stored, in_blocks)
     return Outline(
         name=os.fspath(model),
@@ -133,7 +139,8 @@ def made_up_model(folder: Path, dtype: torch.dtype | None = None) -> tuple[PreTr
         CheckpointError: as `read_outline`.
     """
     bare = Checkpoint(folder, {}, {}, "")
-    _check_config(bare, dtype)
+    if (unsaid := _unsaid(bare, dtype)) is not None:
+        raise CheckpointError(f"{bare.config_path}: {unsaid}")
     tree = build_meta_model(bare, dtype)
     return tree, replace(bare, tensors=_made_up_tensors(tree, folder / MADE_UP_NAME))
 
@@ -158,22 +165,22 @@ def _made_up_tensors(model: PreTrainedModel, file: Path) -> dict[str, TensorEntr
     return tensors
 
 
-def _check_config(checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
-    """Raise CheckpointError if config.json alone does not tell the dtype of each weight."""
-    path = checkpoint.config_path
-    config = read_config(path)
+def _unsaid(checkpoint: Checkpoint, dtype: torch.dtype | None) -> str | None:
+    """Return what config.json alone does not say of the weights' dtypes, and the remedy; None: it says all."""
+    config = read_config(checkpoint.config_path)
     scheme = find_stored_scheme(checkpoint)
     if scheme is not None and scheme.planned is None:
-        raise CheckpointError(
-            f"{path}: quantization_config says that weights are quantized, but which of them only their files tell, "
-            f"and there are none beside it; plan with the whole checkpoint, or remove quantization_config from a copy "
-            f'and state "zinfer": {{"quantization": {{"bits": 4, "group_size": 128}}}} in the configuration'
+        return (
+            "quantization_config says that weights are quantized, but which of them only their files tell, and there "
+            "are none beside it; plan with the whole checkpoint, or remove quantization_config from a copy and state "
+            '"zinfer": {"quantization": {"bits": 4, "group_size": 128}} in the configuration'
         )
     if dtype is None and not (config.get("dtype") or config.get("torch_dtype")):
-        raise CheckpointError(
-            f"{path}: states no dtype, and there are no weights beside it to tell; add "
-            f'"dtype": "bfloat16" to it, or state dtype in the configuration'
+        return (
+            'states no dtype, and there are no weights beside it to tell; add "dtype": "bfloat16" to it, or state '
+            "dtype in the configuration"
         )
+    return None
 
 
 def outline_document(outline: Outline) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from zinfer.model.known_models import KnownModel, find_known_model, known_config
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block, Extent, SlabLayout, SlabTensor, named_dtype
 from zinfer.requests.length_limits import LengthLimits, check_min_out_tokens
-from zinfer.weights.folder import resolve_folder
+from zinfer.weights.hub import resolve_folder
 from zinfer.weights.slab_matrix import SlabMatrix, quantized_form
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ def read_outline(
     quantization: Quantization | None = None,
     *,
     in_blocks: bool = False,
+    asks_hub: bool = False,
 ) -> Outline:
     """Read the outline of a checkpoint, of a folder with config.json and no safetensors, or of a published model.
 
@@ -163,6 +164,8 @@ def read_outline(
         dtype: that the weights are cast to; None takes the checkpoint's own.
         quantization: which matrices are stored quantized; they are planned as if a store of them was on disk.
         in_blocks: whether weights in GGUF's blocks stay so, as `keeps_blocks` says.
+        asks_hub: of a model on the hub whose weights are not on this machine, the headers are read there if config.json
+            alone does not describe the weights.
 
     Raises:
         CheckpointError: config.json is missing, describes no model, states no dtype or asks for quantized weights
@@ -179,7 +182,7 @@ def read_outline(
         return known_outline(known, dtype, quantization)
     from zinfer.model.built_outline import built_outline  # imports torch and transformers
 
-    return built_outline(model, dtype, quantization, in_blocks=in_blocks)
+    return built_outline(model, dtype, quantization, in_blocks=in_blocks, asks_hub=asks_hub)
 
 
 def check_settings(outline: Outline, settings: Settings) -> None:
@@ -200,7 +203,7 @@ def check_settings(outline: Outline, settings: Settings) -> None:
     if settings.quantization is not None:
         settings.quantization.check_patterns(outline.model.parameter_names)
     if settings.batching.draft_model is not None:
-        resolve_folder(settings.batching.draft_model)
+        resolve_folder(settings.batching.draft_model, download=settings.download)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.serve.messages import Cancel, Connection, Embed, Embedded, Failed, Ready, Refused, ToEngine
 from zinfer.serve.tasks import beside
 from zinfer.weights import Checkpoint
+from zinfer.weights.hub import ensure_downloaded
 
 log = logging.getLogger("zinfer.serve")
 
@@ -54,6 +55,7 @@ class EmbeddingEngine:
 
     def __init__(self, model: str | os.PathLike[str], config: Any, stated: Mapping[str, Any], pooling: Pooling) -> None:
         settings = resolve_settings(config, dict(stated))
+        ensure_downloaded(model, download=settings.download)
         checkpoint = Checkpoint.open(model)
         described = build_meta_model(checkpoint, settings.dtype)
         check_task(described, Task.EMBED)

@@ -29,8 +29,8 @@ from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_up
 from zinfer.nvme.file_lock import try_lock
 from zinfer.offload.block import Block, SlabTensor
 from zinfer.weights import Checkpoint
-from zinfer.weights.checkpoint import EXPLICIT_KEY, INDEX_NAME, text_files
-from zinfer.weights.folder import listed
+from zinfer.weights.checkpoint import text_files
+from zinfer.weights.folder import EXPLICIT_KEY, INDEX_NAME, listed
 from zinfer.weights.header import DTYPES, LENGTH_BYTES, parse_object
 from zinfer.weights.native import FORMAT_VERSION, MANIFEST_NAME, METHOD, Identity, Manifest
 from zinfer.weights.slab_matrix import SlabMatrix

@@ -1,6 +1,6 @@
 """The weights of a model on disk: folder, headers, tensors by name, and the published formats of quantized ones.
 
-`zinfer.weights.folder` imports no torch, so that a name that is no model is refused at once.
+`zinfer.weights.folder` and `zinfer.weights.hub` import no torch, so that a name that is no model is refused at once.
 """
 
 import importlib
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from zinfer.weights.checkpoint import Checkpoint
-    from zinfer.weights.folder import resolve_folder
     from zinfer.weights.header import Header, JoinedTensor, TensorEntry, read_header
+    from zinfer.weights.hub import resolve_folder
 
 __all__ = ["Checkpoint", "Header", "JoinedTensor", "TensorEntry", "read_header", "resolve_folder"]
 
-_HOMES: Final = {"Checkpoint": "checkpoint", "resolve_folder": "folder"}
+_HOMES: Final = {"Checkpoint": "checkpoint", "resolve_folder": "hub"}
 """The module of each public name; the others are in `zinfer.weights.header`."""
 
 

@@ -24,18 +24,20 @@ from zinfer.nvme.file_identity import FileIdentity
 from zinfer.weights.folder import (
     ADAPTER_PREFIX,
     CONFIG_NAME,
+    EXPLICIT_KEY,
     GGUF_SUFFIX,
+    INDEX_NAME,
     INDEX_SUFFIX,
-    PICKLED_PREFIX,
-    PICKLED_SUFFIX,
     PICKLED_SUFFIXES,
     SAFETENSORS_INDEX_SUFFIX,
     SAFETENSORS_SUFFIX,
+    TEXT_FILES,
+    HubName,
     absolute,
     check_file_name,
     check_weights_file,
+    default_weights,
     listed,
-    resolve_folder,
     shorten,
     unreadable,
     weight_files,
@@ -43,7 +45,8 @@ from zinfer.weights.folder import (
 from zinfer.weights.gguf_folder import gguf_model_in
 from zinfer.weights.gguf_header import GgufTensor, read_gguf_header
 from zinfer.weights.gguf_model import Encoded, GgufModel
-from zinfer.weights.header import DTYPES, Header, TensorEntry, parse_file, read_header
+from zinfer.weights.header import DTYPES, Header, TensorEntry, parse_file, read_header, tensor_entry
+from zinfer.weights.hub import fetch_headers, resolve_folder
 from zinfer.weights.pickled import read_pickled
 
 TOKEN_KEYS: Final = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -149,18 +152,6 @@ def _check_heads(where: str, part: Mapping[str, Any]) -> None:
 
 _SAMPLE_BYTES = 16 * 1024
 _NUM_SAMPLES = 16
-_TEXT_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "generation_config.json",
-)
 
 
 def weights_sample(files: Sequence[Path]) -> str:
@@ -180,7 +171,7 @@ def weights_sample(files: Sequence[Path]) -> str:
 
 def text_files(folder: Path) -> list[Path]:
     """Return the files that decide how text is tokenized and decoded: vocabulary, templates, end tokens."""
-    return sorted({file for pattern in _TEXT_FILES for file in folder.glob(pattern) if file.is_file()})
+    return sorted({file for pattern in TEXT_FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 def tokenizer_hash(folder: Path) -> str:
@@ -192,10 +183,6 @@ def tokenizer_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model" + SAFETENSORS_INDEX_SUFFIX
-PICKLED_NAME = PICKLED_PREFIX + PICKLED_SUFFIX
-EXPLICIT_KEY = "transformers_weights"
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<total>\d+)\.(safetensors|bin)", re.ASCII)
 MAX_TOTAL = 100_000
 
@@ -231,7 +218,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model: str | os.PathLike[str]) -> "Checkpoint":
-        """Read config.json, the index and the headers of the model that `resolve_folder` finds.
+        """Read config.json, the index and the headers of the model that `resolve_folder` finds or downloads.
 
         Raises:
             CheckpointError: anything missing, malformed, contradictory or unreadable; names file and tensor.
@@ -243,6 +230,23 @@ class Checkpoint:
         except OSError as error:
             raise unreadable(error.filename or folder, error) from error
         return cls._of(f"{folder}", folder, config, found)
+
+    @classmethod
+    def on_hub(cls, name: HubName, folder: Path) -> "Checkpoint":
+        """Read the headers of a model's files on the hub, to plan for it; its weights cannot be read.
+
+        Args:
+            folder: of its config.json.
+
+        Raises:
+            CheckpointError: the hub cannot be reached, or a header is damaged.
+        """
+        entries = [
+            tensor_entry(folder / file, 0, tensor, value)
+            for file, header in sorted(fetch_headers(name).items())
+            for tensor, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        ]
+        return cls(folder, {entry.name: entry for entry in entries}, {}, "")
 
     @classmethod
     def of_weights(cls, folder: Path) -> "Checkpoint":
@@ -331,11 +335,8 @@ def _gguf_entry(name: str, tensor: GgufTensor) -> TensorEntry:
 
 
 def _default_file(folder: Path) -> Path | None:
-    """Return the file or index that transformers looks for by name, those of safetensors first."""
-    names = [SINGLE_NAME, INDEX_NAME]
-    if not any(path.name.endswith(SAFETENSORS_SUFFIX) for path in weight_files(folder)):
-        names += [PICKLED_NAME, PICKLED_NAME + INDEX_SUFFIX]
-    return next((path for name in names if (path := folder / name).is_file()), None)
+    name = default_weights(path.name for path in folder.iterdir() if path.is_file())
+    return None if name is None else folder / name
 
 
 def _explicit_file(folder: Path, config: bytes) -> Path | None:

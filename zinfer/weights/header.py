@@ -229,7 +229,7 @@ def read_header(path: Path) -> Header:
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         fail(path, "header entry '__metadata__' is not an object of texts")
-    entries = [_entry(path, len(raw), name, value) for name, value in members.items()]
+    entries = [tensor_entry(path, len(raw), name, value) for name, value in members.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     _check_cover(path, entries, len(raw), identity.num_bytes)
     return Header(path, {entry.name: entry for entry in entries}, identity, hashlib.sha256(raw).hexdigest())
@@ -261,8 +261,12 @@ def _read_raw(path: Path) -> tuple[bytes, FileIdentity]:
     return raw, identity
 
 
-def _entry(path: Path, data_offset: int, name: str, value: Any) -> TensorEntry:
-    """Return the checked entry, with its offset from the file's start instead of from `data_offset`."""
+def tensor_entry(path: Path, data_offset: int, name: str, value: Any) -> TensorEntry:
+    """Return a header's entry, checked, with its offset from the file's start instead of from `data_offset`.
+
+    Raises:
+        CheckpointError: it breaks a rule of the format; names file and tensor.
+    """
 
     def refuse(what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
         fail(path, f"tensor {shorten(name)}: {what}", remedy)
