@@ -80,6 +80,21 @@ def test_a_larger_batch_is_named_while_tokens_are_free(outline: Outline) -> None
     assert str(batch).endswith(" times as many")
 
 
+def test_several_disks_are_named_where_the_disk_bounds(outline: Outline) -> None:
+    slow, settings = machine_with(TIGHT, 20_000_000), Settings()
+    slow = replace(slow, rates=replace(slow.rates, disk_bytes_per_s=slow.rates.disk_bytes_per_s / 10))
+    planned = plan_batch(Case(outline, slow, settings), REQUEST)
+    assert planned.prediction.decode.bottleneck == "disk"
+    found = {each.change: each for each in advise(planned)}
+    for count in (2, 4):
+        faster = replace(slow, rates=replace(slow.rates, disk_bytes_per_s=count * slow.rates.disk_bytes_per_s))
+        named = found[f"{count} such disks as one (RAID 0)"]
+        assert named.tokens_per_s == pytest.approx(tokens_per_s(outline, faster, settings))
+        assert 1.2 < named.gain <= count
+    fast = replace(slow, rates=replace(slow.rates, disk_bytes_per_s=1e15))
+    assert not any("RAID" in each.change for each in advice_for(outline, fast, settings))
+
+
 @pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 128)])
 def test_quantized_weights_are_named_and_what_they_bring(
     outline: Outline, bits: Literal[4, 8], group_size: int
@@ -105,6 +120,6 @@ def test_nothing_is_advised_where_nothing_pays(outline: Outline) -> None:
 
 def test_the_best_comes_first(outline: Outline) -> None:
     gains = [each.gain for each in advice_for(outline, machine_with(TIGHT, 20_000_000), Settings())]
-    assert len(gains) == 4
+    assert len(gains) == 6
     assert gains == sorted(gains, reverse=True)
     assert min(gains) >= 1.05

@@ -22,6 +22,8 @@ from zinfer.units import duration, human_bytes
 _Plan = TypeVar("_Plan", BatchPlan, JobPlan)
 _QUANTIZED: Final[tuple[tuple[Literal[4, 8], int | None], ...]] = ((8, None), (4, 128))
 _QUANTIZATION: Final = "zinfer.quantization"
+_DISK: Final = "disk"
+_DISKS: Final = (2, 4)
 _LEAST_GAIN: Final = 1.05  # less is within the error of the prediction
 
 
@@ -67,7 +69,7 @@ def _weights(change: str) -> str | None:
 def advise(planned: BatchPlan) -> tuple[Advice, ...]:
     """Return changes that speed up the plan, largest gain first; each is tried alone."""
     now = planned.prediction.tokens_per_s
-    tried = (_without_offload_device, _with_host_memory, _with_larger_batch, _with_quantized_weights)
+    tried = (_without_offload_device, _with_host_memory, _with_larger_batch, _with_quantized_weights, _with_more_disks)
     changes = [(change, then.prediction.tokens_per_s) for each in tried for change, then in each(planned)]
     found = [Advice(change, then, then / now) for change, then in changes if then >= now * _LEAST_GAIN]
     return tuple(sorted(found, key=lambda advice: -advice.gain))
@@ -102,6 +104,8 @@ def job_advice(planned: JobPlan, settings: Settings, given: Mapping[str, Any] | 
         tried.append(('zinfer.kv_cache_dtype "int8"', case, replace(batching, kv_cache_dtype="int8")))
     if planned.plan.streamed_bytes:
         tried += [(words, smaller, batching) for words, smaller in _quantized(case)]
+    if planned.simulated.bottleneck == _DISK:
+        tried += [(words, other, batching) for words, other in _striped(case)]
     plans: list[tuple[str, JobPlan]] = []
     for words, other, sizes in tried:
         if then := _try(plan_sizes, other, sizes, planned.job, planned.simulations):
@@ -172,6 +176,21 @@ def _with_quantized_weights(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan
     for change, smaller in _quantized(planned.case) if planned.plan.streamed_bytes else ():
         if then := _try(fit_batch, smaller, planned.request):
             yield change, then
+
+
+def _with_more_disks(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
+    """Try several disks as one, if the disk bounds."""
+    for change, faster in _striped(planned.case) if planned.prediction.decode.bottleneck == _DISK else ():
+        if then := _try(fit_batch, faster, planned.request):
+            yield change, then
+
+
+def _striped(case: Case) -> Iterator[tuple[str, Case]]:
+    """Yield numbers of disks like the checkpoint's that are read as one, each with the case on them."""
+    rates = case.machine.rates
+    for count in _DISKS:
+        faster = replace(rates, disk_bytes_per_s=count * rates.disk_bytes_per_s)
+        yield f"{count} such disks as one (RAID 0)", replace(case, machine=replace(case.machine, rates=faster))
 
 
 def _quantized(case: Case) -> Iterator[tuple[str, Case]]:
