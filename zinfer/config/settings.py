@@ -291,6 +291,8 @@ class Settings:
     batching: Batching = Batching()
     quantization: Quantization | None = None
     """Quantization of the weights; None: none."""
+    is_whole: bool = False
+    """Of a folder's multimodal model all sides are built, not the one for text alone."""
     without_effect: tuple[Ignored, ...] = ()
 
     def for_batches(self, *, on_cuda: bool) -> Settings:

@@ -49,7 +49,7 @@ def init_inference(
     settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module))
     say_without_effect(settings)
     ensure_downloaded(model, download=settings.download)
-    return InferenceEngine(model, settings)
+    return InferenceEngine(model, replace(settings, is_whole=True))
 
 
 def initialize(
@@ -83,7 +83,7 @@ def initialize(
     settings = resolve_settings(
         _one_config(args, config, config_params), kwargs, is_module=isinstance(model, nn.Module)
     )
-    settings = replace(settings, without_effect=settings.without_effect + idle)
+    settings = replace(settings, without_effect=settings.without_effect + idle, is_whole=True)
     say_without_effect(settings)
     ensure_downloaded(model, download=settings.download)
     return InferenceEngine(model, settings), None, None, None

@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -34,6 +35,7 @@ from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.partition import check_classes, find_repeated
+from zinfer.model.text_side import text_side
 from zinfer.weights import Checkpoint
 from zinfer.weights.checkpoint import TOKEN_KEYS, check_config, check_token_ids, read_config
 
@@ -44,16 +46,21 @@ _FILLS: Final = frozenset(getattr(torch.ops.aten, name).default for name in ("no
     torch.ops.aten.fill_.Scalar,
     torch.ops.aten.zero_.default,
 }
+_ALIASES: Final = {"kimi_k2": "deepseek_v3"}
+"""Types of models that transformers lacks, and those with the same layers."""
 _MAX_BUFFER_SIZE: Final = 1 << 30
 """Elements; no model's buffers have so many."""
 
 
-def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def build_meta_model(
+    checkpoint: Checkpoint, dtype: torch.dtype | None = None, *, is_whole: bool = False
+) -> PreTrainedModel:
     """Build the model that the checkpoint's config.json describes, in evaluation mode.
 
     Args:
         checkpoint: an opened checkpoint.
         dtype: of parameters; None takes config.json's, else the one that most of the checkpoint's bytes have.
+        is_whole: a multimodal model with all its sides, instead of the one for text alone.
 
     Non-persistent buffers (rotary frequencies) are in no checkpoint, so they are computed here, on the CPU. Python code
     in a checkpoint is never run.
@@ -62,6 +69,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
         CheckpointError: transformers cannot build a model from config.json.
     """
     config = _load_config(checkpoint)
+    config = config if is_whole else text_side(config)
     config.dtype = dtype or _checkpoint_dtype(config, checkpoint)
     try:
         with init_empty_weights(include_buffers=False), _SkipInit():
@@ -155,9 +163,10 @@ def _load_config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
     check_config(path, members, len(checkpoint.tensors))
     check_token_ids(path, members, None, {})
     try:
-        config: transformers.PretrainedConfig = AutoConfig.from_pretrained(
-            str(checkpoint.folder), local_files_only=True, trust_remote_code=False
-        )
+        if (same := _ALIASES.get(str(members.get("model_type")))) is not None:
+            config = CONFIG_MAPPING[same].from_dict({**members, "model_type": same})
+        else:
+            config = AutoConfig.from_pretrained(str(checkpoint.folder), local_files_only=True, trust_remote_code=False)
         vocabulary = _vocabulary(config)
         _drop_flash_attention(config)
     except Exception as error:  # as above
@@ -242,7 +251,7 @@ def find_model(
             folder = model.folder if isinstance(model, Checkpoint) else model
             raise ConfigError(f"checkpoint: the model is given as a folder ({folder}) already; remove one of the two")
         checkpoint = part or (model if isinstance(model, Checkpoint) else Checkpoint.open(model))
-        tree = build_meta_model(checkpoint, settings.dtype)
+        tree = build_meta_model(checkpoint, settings.dtype, is_whole=settings.is_whole)
         if settings.generation_config == "none":
             _keep_token_ids(tree)
         check_classes(tree, settings.block_classes)

@@ -17,11 +17,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.errors import CheckpointError
 from zinfer.model.sharding.weights import CutTensor
+from zinfer.model.text_side import text_rules, text_weights
 from zinfer.weights import Checkpoint, JoinedTensor, TensorEntry
 from zinfer.weights.folder import listed
 from zinfer.weights.formats import Scheme
@@ -39,20 +46,24 @@ _JOINED: Final = (("Concatenate", 0),)
 
 
 def convert_names(
-    model: PreTrainedModel, entries: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
+    model: PreTrainedModel,
+    entries: Mapping[str, Stored],
+    shapes: Mapping[str, tuple[int, ...]],
+    more: Sequence[WeightTransform] = (),
 ) -> tuple[dict[str, Stored | _Joined], dict[str, str]]:
     """Map tensors of a checkpoint to the module's names as transformers would.
 
     Args:
         entries: tensors whose own names are not the module's.
         shapes: of the module's tensors, by its names.
+        more: rules that follow the model's own.
 
     Returns:
         the weights found, by the module's names, and why others were refused, by the checkpoint's names.
     """
     found: dict[str, Stored | _Joined] = {}
     refused: dict[str, str] = {}
-    rules = get_model_conversion_mapping(model) if entries else []
+    rules = [*get_model_conversion_mapping(model), *more] if entries else []
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
@@ -143,7 +154,8 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
     Raises:
         CheckpointError: weights are missing, left over, of another shape, or unexpectedly (not) floating-point.
     """
-    wanted = _wanted(model)
+    rules, wanted = text_rules(checkpoint, model), _wanted(model)
+    checkpoint = text_weights(checkpoint, model)
     found: dict[str, Weight] = {}
     holders: dict[str, str] = {}
     unplaced: dict[str, Stored] = {}
@@ -159,7 +171,7 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
             found[target], holders[target] = entry, name
     if isinstance(model, PreTrainedModel):
         shapes = {name: shape for name, (shape, _) in wanted.items() if name not in found}
-        converted, refused = convert_names(model, unplaced, shapes)
+        converted, refused = convert_names(model, unplaced, shapes, rules)
         for name, reason in refused.items():
             raise CheckpointError(f"{unplaced[name].file}: {name}: {reason} ({len(refused)} tensors are like it)")
         found |= converted

@@ -28,7 +28,7 @@ from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.limits import choose_device
 from zinfer.store.files import Caller, find_manifest, stored_tensors
 from zinfer.store.pipeline import check_device
-from zinfer.store.source import part_of
+from zinfer.store.source import part_of, side_of
 from zinfer.store.writing import write_store
 from zinfer.units import human_bytes
 from zinfer.weights import Checkpoint
@@ -86,7 +86,7 @@ def stored_copy(
             f"{KEY}: weights are converted for the disk out of a model's folder, not out of a list of files; give the "
             "folder with config.json as the checkpoint"
         )
-    identity = Identity.of(checkpoint, rules, dtype, shard=part_of(shard, settings))
+    identity = Identity.of(checkpoint, rules, dtype, shard=part_of(shard, settings), side=side_of(checkpoint, settings))
     name = f"{_model_name(checkpoint.folder)}-{identity.digest()[:_NUM_DIGITS]}"
     if shard is not None:
         name += shard.ending

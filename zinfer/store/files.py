@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -103,16 +103,19 @@ def stored_tensors(block: Block, prefix: str = "") -> tuple[SlabTensor, ...]:
     )
 
 
-def sidecar_files(checkpoint: Checkpoint, dtype: torch.dtype, files: Sequence[BlockFile]) -> dict[str, bytes]:
+def sidecar_files(
+    checkpoint: Checkpoint, dtype: torch.dtype, files: Sequence[BlockFile], text: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
     """Return the contents of config.json, the index and the tokenizer's files, by name.
 
-    The config is the source's, except for keys about the storage of weights. It states the dtype explicitly; otherwise
-    readers could take the codes' dtype for it, which is floating-point in some formats.
+    The config is the source's, or ``text`` of its text side alone, except for keys about the storage of weights. It
+    states the dtype explicitly; otherwise readers could take the codes' dtype for it, which is floating-point in some
+    formats.
 
     Raises:
         OSError: the source cannot be read.
     """
-    config = parse_object(checkpoint.config_path.read_bytes(), lenient=True)
+    config = parse_object(checkpoint.config_path.read_bytes(), lenient=True) if text is None else text
     config = {key: value for key, value in config.items() if key not in ("torch_dtype", EXPLICIT_KEY)}
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["quantization_config"] = {"quant_method": METHOD, "format_version": FORMAT_VERSION}

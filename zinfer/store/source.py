@@ -22,6 +22,7 @@ from zinfer.model.partition import ModelBlock, find_extents, partition_model
 from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.sharding import Sharding
+from zinfer.model.text_side import has_sides
 from zinfer.offload.block import Block, SlabLayout
 from zinfer.store.files import BlockFile, name_prefix
 from zinfer.weights import Checkpoint, TensorEntry
@@ -44,6 +45,7 @@ class Source:
         files: of the store, one per block.
         parameters: the quantized parameters of the store.
         num_taken_over: number of them that keep the format in which the source holds them.
+        text: the config of the text side, if that is stored of a multimodal model; None: the source's own.
     """
 
     checkpoint: Checkpoint
@@ -52,6 +54,7 @@ class Source:
     files: tuple[BlockFile, ...]
     parameters: Mapping[str, StoredParameter]
     num_taken_over: int
+    text: Mapping[str, Any] | None = None
 
     @classmethod
     def open(
@@ -87,7 +90,7 @@ class Source:
         checkpoint = Checkpoint.open(model)
         if shard is None:
             _refuse_store(checkpoint.folder)
-        tree = build_meta_model(checkpoint, settings.dtype)
+        tree = build_meta_model(checkpoint, settings.dtype, is_whole=settings.is_whole)
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
         if rules is not None:
             rules.check_patterns(name for name, _ in tree.named_parameters(remove_duplicate=False))
@@ -114,7 +117,13 @@ class Source:
             for name, weight in weights.items()
         )
         files = tuple(BlockFile.of(block, len(blocks)) for block in blocks)
-        return cls(checkpoint, rules, tree.config.dtype, files, parameters, num_taken_over)
+        text = None if side_of(checkpoint, settings) is None else tree.config.to_dict()
+        return cls(checkpoint, rules, tree.config.dtype, files, parameters, num_taken_over, text)
+
+
+def side_of(checkpoint: Checkpoint, settings: Settings) -> str | None:
+    """Return the side of a multimodal model that is built of it; None: all that the model has."""
+    return None if settings.is_whole or not has_sides(checkpoint) else "text"
 
 
 def part_of(shard: Shard | None, settings: Settings) -> str | None:

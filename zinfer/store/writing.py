@@ -38,7 +38,7 @@ from zinfer.store.files import (
     sidecar_files,
 )
 from zinfer.store.pipeline import Meter, Pipeline, StoreSummary, check_device
-from zinfer.store.source import Source, part_of
+from zinfer.store.source import Source, part_of, side_of
 from zinfer.units import human_bytes
 from zinfer.weights.folder import absolute, listed
 from zinfer.weights.native import FORMAT_VERSION, Identity, Manifest, StoredBlock
@@ -80,7 +80,8 @@ def write_store(
         source = Source.open(model, settings, calibration.squares if calibration else None, shard)
         prompts = calibration.sha256 if calibration else None
         part = part_of(shard, settings)
-        identity = Identity.of(source.checkpoint, source.rules, source.dtype, prompts, part)
+        side = side_of(source.checkpoint, settings)
+        identity = Identity.of(source.checkpoint, source.rules, source.dtype, prompts, part, side)
         folder = absolute(output)
         summary = StoreSummary(
             output=folder,
@@ -119,7 +120,7 @@ class _Writing:
         """Write the missing files; returns the summary with this run's numbers."""
         for path in self.folder.glob(TEMPORARY):
             path.unlink()
-        beside = sidecar_files(self.source.checkpoint, self.source.dtype, self.source.files)
+        beside = sidecar_files(self.source.checkpoint, self.source.dtype, self.source.files, self.source.text)
         left = [file for file in self.source.files if not self._is_written(file)]
         self._check_room(left, beside)
         if self.device.type == "cuda":

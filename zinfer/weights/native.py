@@ -44,12 +44,14 @@ class Identity:
         dtype: torch.dtype,
         calibration: str | None = None,
         shard: str | None = None,
+        side: str | None = None,
     ) -> "Identity":
         """Make the identity of an opened source; reads samples of its weights, which distinguish fine-tunes of a model.
 
         Args:
             calibration: hash of the calibration's prompts.
             shard: the rank among how many whose part of each layer the store holds; None: whole layers.
+            side: the one side of a multimodal model that it holds; None: all that the model has.
 
         Raises:
             OSError: a file cannot be read.
@@ -63,6 +65,7 @@ class Identity:
         settings = {"dtype": str(dtype).removeprefix("torch.")} | rules.as_document()
         del settings["activations"]  # changes no byte of a store
         settings |= {"calibration_sha256": calibration} if calibration else {}
+        settings |= {"side": side} if side else {}
         return cls(source, settings | ({"shard": shard} if shard else {}))
 
     def digest(self) -> str:

@@ -42,6 +42,9 @@ def find_stored_scheme(checkpoint: Checkpoint) -> Scheme | None:
     if checkpoint.is_listed:
         return None
     config = parse_object(checkpoint.config_path.read_bytes(), lenient=True)
+    text = config.get("text_config")
+    if PATH not in config and isinstance(text, dict):  # as Kimi-K2.5
+        config = text
     section = config.get(PATH)
     if isinstance(section, dict) and section.get("quant_method") == METHOD:
         return StoreScheme.open(checkpoint.folder)
