@@ -9,7 +9,9 @@ import pytest
 import torch
 from multimodal_models import CONFIGS, multimodal_model, text_bytes
 from safetensors.torch import load_file, save_file
+from test_foreign_engine import write_quantized_experts
 from test_foreign_fp8 import write_fp8
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from typer.testing import CliRunner
 
 import zinfer
@@ -124,6 +126,20 @@ def test_quantized_weights_and_names_that_transformers_lacks(tmp_path: Path) -> 
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
     assert batched(tmp_path / "plain") == wanted
+
+
+def test_experts_in_int4_as_kimi_publishes_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64},
+        **{"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4},
+        **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
+        **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    )
+    method = "compressed-tensors int4"
+    full = write_quantized_experts(tmp_path / "plain", method, DeepseekV3ForCausalLM(config).eval(), 32)
+    full.generation_config.eos_token_id = None
+    assert batched(published_kimi(tmp_path / "plain", tmp_path / "kimi"))[0] == greedy(full)
 
 
 def test_a_weight_of_the_text_side_that_is_missing_or_left_over_is_named(tmp_path: Path) -> None:
