@@ -41,6 +41,7 @@ from kernel_cases import (
     NVFP4,
     QWEN3_30B_A3B,
     Mixture,
+    fits_experts,
     grouped_allowed_error,
     random_choice,
     random_experts,
@@ -89,8 +90,8 @@ _MOST_DENSE: Final = 16384
 
 def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
     """The gate: products with every format are those of float64."""
-    for name in names:
-        for mixture in filter(partial(can_stack, FORMATS[name]), _GATE):
+    for mixture in _GATE:
+        for name in named(names, mixture):
             weight = experts_in(name, mixture, dtype)
             for tokens in (1, 2, 33, 900):
                 groups = Groups.of(random_choice(mixture, tokens, "cuda"), mixture.experts)
@@ -106,9 +107,13 @@ def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
                     raise SystemExit(f"gate: {name}, {mixture}, {tokens} tokens: no figure is reported")
 
 
-def can_stack(format: QuantFormat | None, mixture: Mixture) -> bool:
-    """Whether the experts' matrices can lie one below the other."""
-    return format is None or format.outer is not None or format.can_follow(mixture.rows)
+def named(names: Sequence[str], mixture: Mixture) -> list[str]:
+    """The names of formats in which the experts' matrices can be stored, one below the other."""
+
+    def can_stack(format: QuantFormat | None) -> bool:
+        return format is None or format.outer is not None or format.can_follow(mixture.rows)
+
+    return [name for name in names if fits_experts(FORMATS[name], mixture) and can_stack(FORMATS[name])]
 
 
 class Sums:
@@ -162,7 +167,7 @@ def measure(
         torchs[tokens] = figures
         yield f"torch {shape} tokens {tokens}", figures
     dense = {tokens: dense_flops_per_s(mixture, tokens * mixture.chosen, dtype) for tokens in token_counts}
-    for name in names:
+    for name in named(names, mixture):
         weight = experts_in(name, mixture, dtype)
         for tokens in token_counts:
             calls = Calls(mixture, tokens, weight.nbytes, dtype)
@@ -240,7 +245,7 @@ def tune(
     """The best tiles of each table's entry, by the geometric mean of seconds over the shapes."""
     times: dict[str, dict[object, list[float]]] = defaultdict(lambda: defaultdict(list))
     for mixture in mixtures:
-        for name in names:
+        for name in named(names, mixture):
             weight = experts_in(name, mixture, dtype)
             for tokens in token_counts:
                 calls = Calls(mixture, tokens, weight.nbytes, dtype)
