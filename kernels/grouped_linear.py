@@ -57,6 +57,8 @@ FEWEST_DECODED_TOKENS: Final = 384
 
 By arithmetic for an H200: E4M3 is dequantized at 3.6 TB/s and multiplied at 550 TFLOP/s, or multiplied as codes at 340.
 """
+FEWEST_DECODED_TOKENS_IN_SMALL_GROUPS: Final = 128
+"""As `FEWEST_DECODED_TOKENS` where `scaled_linear` multiplies: its tiles of 64 tokens widen codes more often."""
 MAX_DECODED_BYTES: Final = 1 << 30
 """The most bytes of experts' matrices that are dequantized at a time, if they are several."""
 
@@ -108,7 +110,8 @@ def grouped_linear(
 
 def decodes(weight: QuantizedMatrix, groups: Groups) -> bool:
     """Return whether experts have so many tokens that their matrices are dequantized first."""
-    return weight.dtype != torch.float32 and groups.num_pairs >= FEWEST_DECODED_TOKENS * groups.num_experts
+    fewest = FEWEST_DECODED_TOKENS_IN_SMALL_GROUPS if can_scale(weight) else FEWEST_DECODED_TOKENS
+    return weight.dtype != torch.float32 and groups.num_pairs >= fewest * groups.num_experts
 
 
 def decoded_linear(

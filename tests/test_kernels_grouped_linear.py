@@ -200,12 +200,14 @@ def test_experts_dequantized_a_few_at_a_time(kernel_device: str, format: QuantFo
 
 def test_experts_with_many_tokens_are_dequantized_first() -> None:
     mixture = Mixture(8, 2, 64, 128)
-    for dtype, mean, is_decoded in (
-        (torch.bfloat16, 384, True),
-        (torch.bfloat16, 383, False),
-        (torch.float32, 999, False),
+    for format, dtype, mean, is_decoded in (
+        (QuantFormat(8, 128), torch.bfloat16, 384, True),
+        (QuantFormat(8, 128), torch.bfloat16, 383, False),
+        (QuantFormat(8, 128), torch.float32, 999, False),
+        (MXFP4, torch.bfloat16, 128, True),
+        (MXFP4, torch.bfloat16, 127, False),
     ):
-        weight = random_experts(QuantFormat(8, 128), mixture, dtype, "meta")
+        weight = random_experts(format, mixture, dtype, "meta")
         assert isinstance(weight, QuantizedMatrix)
         assert decodes(weight, Groups.of(torch.zeros(mean * 8, dtype=torch.int64), 8)) is is_decoded
 
