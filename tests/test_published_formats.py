@@ -22,6 +22,7 @@ import zinfer
 from zinfer.config import resolve_settings
 from zinfer.errors import CheckpointError
 from zinfer.evaluation.weight_error import measure_errors
+from zinfer.inject.shared_product import joined_parameter
 from zinfer.kernels.quantized import QuantFormat
 from zinfer.model.build import build_meta_model
 from zinfer.model.matching import match_weights
@@ -92,7 +93,7 @@ def test_batches_have_the_tokens_of_the_values(family: str, name: str, tmp_path:
 
 @pytest.mark.slow
 def test_two_ranks_divide_published_matrices(tmp_path: Path) -> None:
-    """Layers by rows and columns, from host memory and from the file; mixtures by number too."""
+    """Layers by rows and columns, mixtures by number too; and slabs that stream from the file by ranges."""
     divided = [case for case in CASES if case[0] not in ("minimax_m2", "glm4_moe")]
     for family, name in divided:
         write_published(tmp_path / f"{family} {name}", family, name)
@@ -103,8 +104,9 @@ def test_two_ranks_divide_published_matrices(tmp_path: Path) -> None:
     mixtures = [folder for folder in folders if not folder.name.startswith("llama")]
     one += [(folder, config(1), inputs) for folder in mixtures]
     two += [(folder, config(1) | {"tensor_parallel": {}} | by_number, inputs) for folder in mixtures]
-    alone = computed(0, one)
-    check_alike(run_ranks(2, computed, two), alone, [folder.name for folder in (*folders, *mixtures)])
+    shared = [(folder, config(1, "nvme"), inputs) for folder in folders]  # slabs of the file, a range of each a rank
+    alone = computed(0, one + shared)
+    check_alike(run_ranks(2, computed, two + shared), alone, [each[0].name for each in one + shared])
 
 
 def test_what_transformers_makes_of_mxfp4_is_read(tmp_path: Path) -> None:
@@ -210,3 +212,20 @@ def test_a_published_folder_is_quantized_to_a_store(family: str, name: str, tmp_
     assert not errors, "what is in e4m3 stays as it is published"
     with engine_of(kept, None, home="nvme") as engine:
         assert error_of({"logits": engine(IDS).logits}, wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["compressed fp8 in blocks", "compressed mxfp4"])
+def test_layers_with_one_input_lie_side_by_side(name: str, tmp_path: Path) -> None:
+    """Their codes, and the grids of their scales, whose parts have any size."""
+    full = write_published(tmp_path, "llama", name)
+    with torch.no_grad():
+        wanted = {"logits": full(IDS).logits}
+    with engine_of(tmp_path, None, home="none", replace_with_kernel_inject=True) as engine:
+        kinds = [kind for kind in engine.injected.values() if "in one product" in kind]
+        assert len(kinds) == 2 * full.config.num_hidden_layers, "queries, keys and values; gate and up"
+        assert error_of({"logits": engine(IDS).logits}, wanted) <= 1e-5
+        attention = engine.module.model.layers[1].self_attn
+        one = joined_parameter([getattr(attention, leaf).weight for leaf in ("q_proj", "k_proj", "v_proj")])
+        assert isinstance(one, QuantizedParameter)
+        each = [getattr(attention, leaf).weight.dequantized() for leaf in ("q_proj", "k_proj", "v_proj")]
+        assert torch.equal(one.dequantized(), torch.cat(each))
