@@ -171,7 +171,7 @@ def test_neither_a_path_nor_a_hub_name(name: str, tmp_path: Path, monkeypatch: p
         ("https://hf.co/a", "'https://hf.co/a': an address, and zinfer downloads from the Hugging Face hub alone"),
         ("s3://bucket/model", "'s3://bucket/model': an address, and zinfer downloads from the Hugging Face hub alone"),
         ("./org/name", "'./org/name': no such folder: pass the folder that holds config.json"),
-        ("org/name-GGUF", "zinfer does not download, run `hf download org/name-GGUF --include '*Q4_K_M*'` first"),
+        ("org/name-GGUF", "run `hf download org/name-GGUF --include '*Q4_K_M*'` first"),
         ("https://huggingface.co/org/name", "'org/name': no such folder, and not in the Hugging Face cache"),
     ],
 )

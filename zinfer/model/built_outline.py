@@ -32,7 +32,7 @@ from zinfer.offload.block import Extent
 from zinfer.weights import Checkpoint, TensorEntry
 from zinfer.weights.checkpoint import read_config
 from zinfer.weights.folder import CONFIG_NAME, find_folder, name_on_hub
-from zinfer.weights.hub import lacks_weights
+from zinfer.weights.hub import is_offline, lacks_weights
 from zinfer.weights.quantized import find_stored_scheme
 
 
@@ -89,7 +89,7 @@ def built_outline(
     """Read the outline of a checkpoint, or of a folder with config.json and no safetensors; as `read_outline`."""
     folder, name, is_made_up = find_folder(model), name_on_hub(model), False
     if lacks_weights(model):
-        if asks_hub and name is not None and _unsaid(Checkpoint(folder, {}, {}, ""), dtype) is not None:
+        if asks_hub and name is not None and not is_offline() and _is_vague(Checkpoint(folder, {}, {}, ""), dtype):
             checkpoint = Checkpoint.on_hub(name, folder)
             tree = build_meta_model(checkpoint, dtype)
         else:
@@ -163,6 +163,11 @@ def _made_up_tensors(model: PreTrainedModel, file: Path) -> dict[str, TensorEntr
             tensors[name] = TensorEntry(name, value.dtype, tuple(value.shape), file, offset, value.nbytes)
             offset += value.nbytes
     return tensors
+
+
+def _is_vague(checkpoint: Checkpoint, dtype: torch.dtype | None) -> bool:
+    """Return whether files tell more of the weights' dtypes than config.json: of formats, which weights have them."""
+    return find_stored_scheme(checkpoint) is not None or _unsaid(checkpoint, dtype) is not None
 
 
 def _unsaid(checkpoint: Checkpoint, dtype: torch.dtype | None) -> str | None:

@@ -165,7 +165,7 @@ def read_outline(
         quantization: which matrices are stored quantized; they are planned as if a store of them was on disk.
         in_blocks: whether weights in GGUF's blocks stay so, as `keeps_blocks` says.
         asks_hub: of a model on the hub whose weights are not on this machine, the headers are read there if config.json
-            alone does not describe the weights.
+            alone does not say which dtype each weight has.
 
     Raises:
         CheckpointError: config.json is missing, describes no model, states no dtype or asks for quantized weights

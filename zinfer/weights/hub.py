@@ -117,6 +117,11 @@ def lacks_weights(model: str | os.PathLike[str]) -> bool:
     return holds_config_alone(find_folder(model)) or (name is not None and bool(missing_files(find_snapshot(name))))
 
 
+def is_offline() -> bool:
+    """Return whether `HF_HUB_OFFLINE` forbids to reach the hub."""
+    return bool(constants.is_offline_mode())
+
+
 def fetch_headers(name: HubName) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the headers of a model's safetensors files on the hub, by file and tensor.
 
@@ -233,7 +238,7 @@ def _fetched(
     name: HubName, download: bool, missing: Callable[[Path], list[str]], fetch: Callable[[HubName], Path]
 ) -> Path:
     """Return the snapshot of a model in the cache if nothing of it is missing, else what ``fetch`` returns."""
-    is_asked = download and not constants.is_offline_mode()
+    is_asked = download and not is_offline()
     folder, lack = _cached(name, missing, is_known=is_asked)
     if folder is not None:
         return folder
@@ -267,7 +272,9 @@ def _cached(name: HubName, missing: Callable[[Path], list[str]], *, is_known: bo
 
 
 def _command(name: HubName) -> str:
-    return f"hf download {name.repo}" + (f" --revision {name.revision}" if name != HubName(name.repo) else "")
+    revision = f" --revision {name.revision}" if name != HubName(name.repo) else ""
+    some = " --include '*Q4_K_M*'" if name.repo.lower().endswith("-gguf") else ""  # of many files, one for each type
+    return f"hf download {name.repo}{revision}{some}"
 
 
 def _held() -> str:
@@ -336,8 +343,8 @@ def _describe(name: HubName) -> "ModelInfo":
     names = [each.rfilename for each in info.siblings or ()]
     if _is_gguf(names):
         raise CheckpointError(
-            f"'{name}' on the hub holds GGUF files, often one for each type of weights ({listed(names)}): run "
-            f"`hf download {name.repo} --include '*Q4_K_M*'` with the type that you want, then the same command"
+            f"'{name}' on the hub holds GGUF files, often one for each type ({listed(weight_names(names))}): run "
+            f"`hf download {name.repo} --include '*Q4_K_M*'` with the type that you want, and give the same name again"
         )
     if CONFIG_NAME not in names:
         raise CheckpointError(
