@@ -22,6 +22,7 @@ from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.weights import resolve_folder
 from zinfer.weights.block_parameter import SlabBlocks
 from zinfer.weights.formats.gguf import BlockForm, decode
+from zinfer.weights.gguf_config import FAMILIES as READ
 from zinfer.weights.gguf_header import GGML_TYPES, read_gguf_header
 from zinfer.weights.gguf_model import GgufModel, Recipe
 
@@ -59,6 +60,10 @@ def test_sizes_of_blocks_are_those_of_ggml() -> None:
     for number, type in GGML_TYPES.items():
         kind = gguf.GGMLQuantizationType[type.name]
         assert (number, type.values, type.nbytes) == (kind.value, *gguf.GGML_QUANT_SIZES[kind])
+
+
+def test_every_architecture_that_is_read_is_tested() -> None:
+    assert {architecture for architecture, _ in FAMILIES.values()} == READ.keys()
 
 
 @pytest.mark.sampled(6)

@@ -21,8 +21,9 @@ from zinfer.errors import CheckpointError
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.whole_file import cache_folder
 from zinfer.weights.folder import CONFIG_NAME, GGUF_SUFFIX, listed, shorten, unreadable, weight_files
+from zinfer.weights.gguf_config import OWN_FOLDER, Keys
 from zinfer.weights.gguf_header import read_gguf_header
-from zinfer.weights.gguf_model import OWN_FOLDER, GgufModel, Keys
+from zinfer.weights.gguf_model import GgufModel
 
 VERSION: Final = 1
 """Of what is written into a folder: others are made anew."""
