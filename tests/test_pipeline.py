@@ -132,7 +132,7 @@ def test_what_stages_cannot_serve_is_refused(folders: dict[str, Path], tmp_path:
             "2 at most, and replicas for the other ranks"
         )
         assert bert.startswith(
-            "zinfer.parallel.pipeline: stages need a model that runs in ragged batches, as for a Bert"
+            "zinfer.parallel.pipeline: stages need a model that runs in ragged batches, which a Bert"
         )
         assert hidden.startswith("output_hidden_states: a stage (zinfer.parallel.pipeline) has only its own")
     mesh = Mesh.of({"pipeline": 2, "replicas": 2}, ["a"] * 4)

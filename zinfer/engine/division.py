@@ -12,7 +12,7 @@ from zinfer.engine.shard_hooks import ShardHooks, find_shard
 from zinfer.engine.stage_hooks import StageHooks, find_stage
 from zinfer.errors import ConfigError
 from zinfer.model.build import find_dtype
-from zinfer.model.families import recall_batching
+from zinfer.model.families import check_stages
 from zinfer.model.matching import match_weights
 from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.sharding import Sharding
@@ -142,7 +142,7 @@ class Division:
         """
         part, sharding, classes = None, None, settings.block_classes
         if self._stage is not None:  # of whole layers, whose sizes are the same on all ranks
-            _check_ragged(module)
+            check_stages(module)
             part = StageModel(module, self._stage, classes)
         if self._shard is not None:
             grain = self._part.grain if self._part else _find_grain(module, checkpoint, settings)
@@ -184,14 +184,3 @@ def _find_grain(module: PreTrainedModel, checkpoint: Checkpoint | None, settings
     scheme = find_stored_scheme(checkpoint) if checkpoint else None
     weights = match_weights(module, checkpoint, scheme) if checkpoint and scheme else {}
     return Grain.of(settings.quantization, weights)
-
-
-def _check_ragged(module: PreTrainedModel) -> None:
-    """Refuse stages of a model that is not known to run in ragged batches, whose layers take what other stages send."""
-    found = recall_batching(module)
-    if found is None or found.why_not is not None:
-        why = "it was not measured on this machine; zinfer.LLM does that" if found is None else found.why_not
-        raise ConfigError(
-            f"zinfer.parallel.pipeline: stages need a model that runs in ragged batches, as for a "
-            f"{type(module).__name__} is not known: {why}"
-        )

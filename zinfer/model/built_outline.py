@@ -20,7 +20,7 @@ from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import max_positions
-from zinfer.model.families import choosing_tokens
+from zinfer.model.families import check_stages, choosing_tokens
 from zinfer.model.known_models import KNOWN_MODELS, KnownModel, known_config
 from zinfer.model.matching import Weight, holds_transpose, match_weights
 from zinfer.model.outline import MADE_UP_NAME, MADE_UP_OFFSET, STORED_NAME, Outline
@@ -65,6 +65,7 @@ class BuiltModel:
 
     def of_stage(self, stage: Stage, quantization: Quantization | None) -> tuple[tuple[ModelBlock, ...], ModelSpec]:
         """Return the blocks and the spec of one stage of a pipeline. Raises ConfigError as `StageModel`."""
+        check_stages(self.tree)
         part = StageModel(self.tree, stage)
         part.apply()
         try:

@@ -20,6 +20,7 @@ from typing import Any, Final
 import transformers
 from transformers import PreTrainedModel
 
+from zinfer.errors import ConfigError
 from zinfer.model.miniature import narrowed_sizes, rotary_border, shrink
 from zinfer.model.sharding.plans import divides_experts, is_divided
 from zinfer.nvme.whole_file import cache_folder, replace_file
@@ -113,6 +114,27 @@ def recall_batching(model: PreTrainedModel) -> Batching | None:
             log.warning("%s is ignored, and the family measured again: %s", path, error)
             return None
     return _found[key]
+
+
+def check_stages(model: PreTrainedModel) -> None:
+    """Refuse stages of a pipeline for a model that does not run in ragged batches, as far as it was measured.
+
+    Raises:
+        ConfigError: says why.
+    """
+    found, model_type = recall_batching(model), model.config.get_text_config(decoder=True).model_type
+    name, how = walked_types().get(model_type, ("", ""))
+    if found is not None:
+        why = found.why_not
+    elif name != type(model).__name__:
+        why = "its class was not measured; zinfer.LLM does that"
+    else:
+        why = None if how.startswith(TOGETHER) else how
+    if why is not None:
+        raise ConfigError(
+            "zinfer.parallel.pipeline: stages need a model that runs in ragged batches, which a "
+            f"{type(model).__name__} does not: {why}"
+        )
 
 
 def record_batching(model: PreTrainedModel, batching: Batching) -> None:

@@ -270,8 +270,10 @@ def _absent_modules(
     """Yield the paths of the modules outside the layers that another stage has, and what stands for them."""
     entry, head = model.get_input_embeddings(), model.get_output_embeddings()
     dtype = next(entry.parameters()).dtype
-    is_behind = False
+    is_behind, outermost = False, ""
     for name, module in model.named_modules():
+        if outermost and name.startswith(outermost):
+            continue
         if any(name == layer or name.startswith(f"{layer}.") for layer in layers):
             is_behind = True
         elif not any(True for _ in module.parameters(recurse=False)):
@@ -283,4 +285,5 @@ def _absent_modules(
             if not stage.is_first:
                 yield name, _NoEmbedding(module.embedding_dim, dtype, is_input=module is entry)
         elif is_behind and not stage.is_last:
+            outermost = f"{name}."  # what is in it is absent with it
             yield name, _Passing()
