@@ -30,7 +30,7 @@ _VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 """`zinfer.quantization` by the end of a hub name, for models that are published in other formats too."""
 _TRAINED: Final = re.compile(r"-(instruct|chat|base|hf|it|thinking|bf16|fp16|\d{4})$")
 """Ends of names that say how a model was trained, or when; its shape is the same."""
-_AS_PUBLISHED: Final = ("bf16", "fp16", "fp8", "mxfp4", "awq", "gptq-int4", "gptq-int8")
+_AS_PUBLISHED: Final = ("bf16", "fp16", "fp8", "mxfp4", "awq", "gptq-int4", "gptq-int8", "int4 in groups of 32")
 """Formats that run as they are published."""
 _E4M3: Final = QuantFormat(8, 128, is_float=True, group_rows=128, scale_dtype="float32", in_grid=True)
 _E2M1: Final = QuantFormat(4, 32, is_float=True, scale_dtype="float8_e8m0fnu", in_grid=True)
