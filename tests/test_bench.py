@@ -324,7 +324,7 @@ def check_refused(found: Result, said: str) -> None:
 
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:
-    check_refused(zinfer_bench("--model", "lama-3-8b", "--rows", "1"), "--model llama-3-8b")
+    check_refused(zinfer_bench("--model", "lama-3-8b", "--rows", "1"), "did you mean meta-llama/Meta-Llama-3-8B?")
     empty = zinfer_bench("--model", str(tmp_path), "--rows", "1")
     check_refused(empty, "an empty folder: pass the folder that holds config.json")
 

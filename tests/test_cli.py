@@ -316,7 +316,7 @@ NO_MODELS = {
     "./nothere": "'./nothere': no such folder: pass the folder that holds config.json",
     "org/absent": "'org/absent': no such folder, ",
     "hub.gguf": "'hub.gguf': no such file: check the path",
-    "org/absent-GGUF": "run `hf download org/absent-GGUF --include '*Q4_K_M*'` first",
+    "org/absent-GGUF": "run `hf download org/absent-GGUF --include '*Q4_K_M*'`",
     "https://huggingface.co/org/absent": "'org/absent': no such folder, ",
     "https://example.org/absent": "an address, and zinfer downloads from the Hugging Face hub alone",
 }

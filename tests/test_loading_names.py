@@ -76,7 +76,7 @@ def test_a_base_model_alone_lacks_its_head_unless_config_json_names_it(
         assert torch.equal(engine(**batch).last_hidden_state, expected)
         with pytest.raises(ConfigError, match="a LlamaModel has no such method"):
             engine.generate(**batch)
-    with pytest.raises(ConfigError, match="a LlamaModel does not generate"):
+    with pytest.raises(ConfigError, match="a LlamaModel cannot run in ragged batches: it does not generate"):
         zinfer.LLM(named, device="cpu")
 
 

@@ -74,6 +74,7 @@ from zinfer.ranks.roll_member import RollMember
 from zinfer.ranks.sockets import connect, greet, prove, receive, send
 from zinfer.ranks.values import from_bytes, to_bytes
 from zinfer.serve import engine_process
+from zinfer.weights import hub
 
 HEARD_S: Final = 20.0
 """Until whoever waits must have heard; most hear at once."""
@@ -563,10 +564,15 @@ def read_ahead_of_need(folder: Path) -> Callable[[], object]:
     return end_reading_ahead
 
 
+def downloading(folder: Path) -> Callable[[], object]:
+    return partial(hub._stoppable, fail)
+
+
 ROWS: Final[Mapping[str, tuple[Row, ...]]] = {
     "{}-{}": (pool,),
     "zinfer-ahead-{}": (read_ahead_of_need,),
     "zinfer-{}-{}": (lane_load, lane_send),
+    "zinfer-download": (downloading,),
     "zinfer-gather": (gather,),
     "zinfer-heartbeat": (heartbeat,),
     "zinfer-timeline": (timeline,),

@@ -93,9 +93,12 @@ class LLM(BatchedModel):
         is_module = isinstance(model, nn.Module)
         settings = resolve_settings(config, kwargs, is_module=is_module, swaps=True, is_job=job is not None)
         say_without_effect(settings)
+        if job is not None:
+            _check_job(model, job)
         ensure_downloaded(model, download=settings.download)
         if job is not None:
-            sizes, arguments = split(_planned(model, settings, job))
+            folder = model.folder if isinstance(model, Checkpoint) else cast(Path, model)
+            sizes, arguments = split(choose_sizes(folder, settings, job, log.warning))
             swaps_to_disk = arguments[SWAPS] if swaps_to_disk is None else swaps_to_disk
             settings = resolve_settings(config, {**kwargs, **sizes}, swaps=True)
         settings = settings.for_batches(on_cuda=find_limits(settings).on_cuda)
@@ -266,8 +269,8 @@ class LLM(BatchedModel):
         self._loop.cancel(handle)
 
 
-def _planned(model: object, settings: Settings, job: object) -> dict[str, int | str]:
-    """Return the sizes that are predicted to be the fastest for a job. Raises ConfigError where none are planned."""
+def _check_job(model: object, job: object) -> None:
+    """Raise ConfigError unless sizes can be planned for a job of this model."""
     if not isinstance(job, Job):
         raise ConfigError(
             f"job = {show(job)}: expected a zinfer.Job, the lengths of the rows to come, such as "
@@ -277,5 +280,3 @@ def _planned(model: object, settings: Settings, job: object) -> dict[str, int | 
         raise ConfigError("job: sizes are planned for a model's folder, not for a module; leave job out")
     if is_several():
         raise ConfigError("job: sizes are planned for one process; state zinfer.tokens_per_pass and kv_cache_memory")
-    folder = model.folder if isinstance(model, Checkpoint) else cast(Path, model)
-    return choose_sizes(folder, settings, job, log.warning)
