@@ -5,9 +5,10 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
+import published_formats
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, left_padded, random_prompts
+from checkpoints import left_padded, random_prompts
 from foreign_support import PARAMETER, assert_reads, read, scheme_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,20 +26,8 @@ from zinfer.weights.parameter import QuantizedParameter
 
 E4M3: Final = torch.float8_e4m3fn
 E8M0: Final = torch.float8_e8m0fnu
-SHAPE: Final[dict[str, Any]] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 72,
-    "intermediate_size": 100,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": None,
-    "pad_token_id": 1,
-}
+SHAPE: Final[dict[str, Any]] = {**published_formats.SHAPE, "hidden_size": 72, "intermediate_size": 100}
+"""Widths that blocks cut."""
 EXPERTS: Final = {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
 LATENT: Final = {"q_lora_rank": 40, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 GROUPS: Final = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
